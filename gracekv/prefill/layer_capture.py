@@ -15,7 +15,7 @@ from gracekv.errors import MissingCaptureError, NonFiniteError, ShapeError
 from gracekv.kernels.rope import Rope
 from gracekv.kernels.uploads import on_device
 from gracekv.prefill.observer import Observer, TokenRun
-from gracekv.prefill.spans import ADDED, PromptSpans, Region
+from gracekv.prefill.spans import PromptSpans, Region, model_dim
 
 ADVICE = "gracekv.capture(model, prompt, pipeline.needs()) keeps what strategies name in needs()."
 
@@ -87,7 +87,7 @@ class CaptureInfo:
         In the capture of a passage that follows packed entries, keys have 8 more coordinates, which
         hold how many tokens an entry stands for (see `gracekv.prefill.spans`).
         """
-        return self.head_dim - (ADDED if self.spans.past else 0)
+        return model_dim(self.head_dim, self.spans.past)
 
     @property
     def entry_bytes(self) -> int:

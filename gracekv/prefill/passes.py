@@ -144,7 +144,7 @@ def queries_again(
 
     def attend(rows: slice, attention: PartialAttention, call: AttentionCall) -> Any:
         layer = call.layer
-        query = widened(call.query, prefill.head_dim, 1 / prefill.scale)
+        query = widened(call.query, call.scale) if prefill.spans.past else call.query
         if layer in numbers:
             outs[layer][:, rows] = query[0]
         if layer == layers[-1]:

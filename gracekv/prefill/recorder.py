@@ -135,8 +135,7 @@ class Recorder:
         """
         past, self.scale = self._past, scale
         if past is not None:
-            query = widened(query, past.width, 1 / scale)
-            key, value = widened(key, past.width), widened(value, past.width)
+            query, key, value = widened(query, scale), widened(key), widened(value)
         chunk, is_new = slice(self._chunk.start, self._chunk.end), layer not in self.keys
         for place, new in ((self.keys, key), (self.values, value)):
             self._at(place, layer, new[0], self._spans.length)[:, chunk] = new[0]

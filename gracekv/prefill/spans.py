@@ -8,7 +8,8 @@ logits, and log m in keys, or far below all logits if there is no entry:
     s q'.k' = s q.k + log m .
 
 So attention to packed entries is correct for all readers of the prefill. The coordinate is not
-rotated, and is 0 in keys of the passage. Source: ours.
+rotated, and is 0 in keys of the passage. Zeros follow it, since GPU kernels need a multiple of 8.
+Source: ours.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ class PromptSpans:
         return [u for u in probes if self.context_end <= u < self.question_end] or probes
 
 
-# Coordinates added to a head; GPU kernels need a multiple of 8.
 ADDED = 8
+"""Number of coordinates after the model's own in keys, values and queries after a `Past`."""
 # The logit of padding.
 NOWHERE = -1e4
 
@@ -129,11 +130,6 @@ class Past:
     length: int
     other_layers: tuple[LayerState, ...] = ()
 
-    @property
-    def width(self) -> int:
-        """d + 8."""
-        return self.layers[0][0][0].shape[1] + ADDED
-
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write a layer to the first P places of `keys` and `values` [G, T, d + 8].
 
@@ -143,17 +139,17 @@ class Past:
         """
         for states in (keys, values):
             states[:, : self.places] = 0.0
-        dim, lies = self.width - ADDED, self.layers[layer][0][0].device
+        lies = self.layers[layer][0][0].device
         if lies != keys.device:
             raise CacheError(
                 f"The compressed context is on {lies}, but the model computes on {keys.device}. "
                 f"Compress again after moving the model."
             )
-        keys[:, : self.places, dim] = NOWHERE
+        keys[:, : self.places, -ADDED] = NOWHERE
         for g, (own_keys, own_values, log_m) in enumerate(self.layers[layer]):
             rows = slice(self.places - len(own_keys), self.places)
-            keys[g, rows, :dim], values[g, rows, :dim] = own_keys, own_values
-            keys[g, rows, dim] = log_m
+            keys[g, rows, :-ADDED], values[g, rows, :-ADDED] = own_keys, own_values
+            keys[g, rows, -ADDED] = log_m
 
 
 def first_entries(keys: Tensor, past: int) -> list[int]:
@@ -166,17 +162,22 @@ def first_entries(keys: Tensor, past: int) -> list[int]:
     return (keys[:, :past, -ADDED] < NOWHERE / 2).sum(dim=1).tolist()
 
 
-def widened(states: Tensor, dim: int, first: float = 0.0) -> Tensor:
-    """Extend states [..., d] to `dim` coordinates: `first`, then zeros.
+def model_dim(dim: int, past: int) -> int:
+    """The model's d, from the dimension `dim` of states in a sequence after `past` places."""
+    return dim - ADDED if past else dim
 
-    `first` is 1/s for queries, 0 for keys and values of a passage.
-    """
-    if (old := states.shape[-1]) == dim:
-        return states
-    wide = torch.nn.functional.pad(states, (0, dim - old))
-    if first:
-        wide[..., old] = first
+
+def widened(states: Tensor, scale: float | None = None) -> Tensor:
+    """The states [..., d + 8] of a passage [..., d]; queries pass their `scale`."""
+    wide = torch.nn.functional.pad(states, (0, ADDED))
+    if scale is not None:
+        wide[..., -ADDED] = 1 / scale
     return wide
+
+
+def without_zeros(states: Tensor) -> Tensor:
+    """A view [..., d + 1] of keys or queries [..., d + 8]: CPUs need no multiple of 8."""
+    return states[..., : 1 - ADDED]
 
 
 def reflected(signal: Tensor, places: int) -> Tensor:

@@ -21,7 +21,7 @@ from gracekv.prefill import Observer, PassObserver, Prefill, PromptSpans
 from gracekv.prefill.observations import Observations
 from gracekv.prefill.observer import FinalRun, Source, TokenRun
 from gracekv.prefill.projection import Projection
-from gracekv.prefill.spans import ADDED, widened
+from gracekv.prefill.spans import widened
 from gracekv.segment.curvature import BlockInput
 from gracekv.segment.surprisal import Surprisal
 from gracekv.value.critical import WrittenNorms
@@ -130,11 +130,11 @@ def check_observer(
     assert observer.reads <= set(get_args(Source)), f"{name} reads an unknown source."
     prefill = synthetic_prefill(context=90, prefix=6, question=9, layers=3, seed=seed)
     if seed % 2 and not isinstance(observer, PassObserver):
-        spans, dim = dataclasses.replace(prefill.spans, past=4), prefill.head_dim + ADDED
-        fills = {"keys": 0.0, "values": 0.0, "queries": 1 / prefill.scale}
+        spans = dataclasses.replace(prefill.spans, past=4)
+        scales = {"keys": None, "values": None, "queries": prefill.scale}
         wide: dict[str, Any] = {
-            name: tuple(widened(x, dim, first) for x in getattr(prefill, name))
-            for name, first in fills.items()
+            name: tuple(widened(x, scale) for x in getattr(prefill, name))
+            for name, scale in scales.items()
         }
         prefill = dataclasses.replace(prefill, spans=spans, observed={}, **wide)
     drive, draw = _Driver(prefill, seed), random.Random(seed)

@@ -40,7 +40,7 @@ from gracekv.kernels.uploads import on_device
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.needs import region_samples
 from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
-from gracekv.prefill.spans import ADDED, first_entries
+from gracekv.prefill.spans import first_entries, without_zeros
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns
 
@@ -127,18 +127,18 @@ class BlockReplaySums(LayerObserver):
             # Rotations add up, and the table ends with the prompt.
             one, to = slice(block.start, block.start + 1), min(block.start + _BEYOND, block.end - 1)
             moved = rope.moved(one, to).rotate(moved, None)
-        starts = first_entries(keys, past)
-        # Heads with padding are summed one by one, each over its own entries and without the
-        # coordinates that only GPU kernels need.
-        at_once, width = (1, 1 - ADDED) if any(starts) else (len(keys), None)
+        starts, at_once = first_entries(keys, past), len(keys)
+        if any(starts):
+            # Heads with padding are summed one by one, each over its own entries.
+            at_once, keys, moved = 1, without_zeros(keys), without_zeros(moved)
         group = len(moved) // len(keys)
         for head, start in list(enumerate(starts))[::at_once]:
             own, rows = slice(head, head + at_once), slice(head * group, (head + at_once) * group)
             lead, after = (before, first) if first > before else (start, start)
-            seen = keys[own, after : block.end, :width]
+            seen = keys[own, after : block.end]
             if lead > start:
-                seen = torch.cat([keys[own, start:lead, :width], seen], dim=1)
-            asked = moved[rows, :, :width]
+                seen = torch.cat([keys[own, start:lead], seen], dim=1)
+            asked = moved[rows]
             own_sinks = None if sinks is None else sinks[rows]
             args = run.softmax_args | {"scale": scale, "sinks": own_sinks}
             columns = softmax_columns(asked, seen, seen.shape[1], power=self.power, **args)
