@@ -23,7 +23,7 @@ from gracekv.prefill.layer_capture import (
 )
 from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.observer import LayerObserver, Observer
-from gracekv.prefill.spans import PromptSpans, Region
+from gracekv.prefill.spans import PromptSpans
 
 _PART = 1024  # Number of positions whose queries are recomputed at once.
 
@@ -254,8 +254,7 @@ class Prefill:
         sums = [observer.accumulator(x, self.layers, self.spans) for x in range(self.layers)]
         complete = len(self.query_positions) == self.spans.length
         size = min(region.length, 16 * _PART) if complete else _PART
-        for first in range(region.start, region.end, size):
-            part = Region(first, min(first + size, region.end))
+        for part in region.parts(size):
             view = self.with_queries(range(part.start, part.end))
             for layer, accumulator in enumerate(sums):
                 if accumulator is not None:

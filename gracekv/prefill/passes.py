@@ -20,6 +20,7 @@ from torch import Tensor
 from gracekv.errors import UnsupportedModelError
 from gracekv.prefill.attention_patch import AttentionCall, Enough, base_attention, patched_attention
 from gracekv.prefill.base import Prefill
+from gracekv.prefill.chat_text import plain_ids
 from gracekv.prefill.length_limits import longest_sequence
 from gracekv.prefill.model_layers import compressed_layers, input_device, rotating, table_of_rope
 from gracekv.prefill.observer import TokenRun
@@ -70,9 +71,7 @@ class ModelPasses:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text inside a prompt; empty without a tokenizer."""
-        if self._tokenizer is None:
-            return []
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return [] if self._tokenizer is None else plain_ids(self._tokenizer, text)
 
 
 def end_ids(setting: Any) -> list[int]:

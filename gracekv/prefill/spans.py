@@ -14,7 +14,7 @@ Source: ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,11 @@ class Region:
     def length(self) -> int:
         """N (the paper's N_c), in tokens."""
         return self.end - self.start
+
+    def parts(self, size: int) -> Iterator[Region]:
+        """The region in parts of `size` tokens, in order; the last may be shorter."""
+        for first in range(self.start, self.end, size):
+            yield Region(first, min(first + size, self.end))
 
 
 @dataclass(frozen=True, slots=True)

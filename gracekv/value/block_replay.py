@@ -25,7 +25,6 @@ al. (2025), KVzip, arXiv:2505.23416, which runs the model a second time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -79,11 +78,6 @@ class BlockReplaySums(LayerObserver):
 
     def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
         return _BlockSums(self, spans)
-
-    def blocks(self, spans: PromptSpans) -> Iterator[Region]:
-        """The blocks of a context in order; the last may be shorter."""
-        for first in range(self.seen(spans).start, spans.context_end, self.block):
-            yield Region(first, min(first + self.block, spans.context_end))
 
     def add_block(
         self,
@@ -162,7 +156,8 @@ class _BlockSums(TokenColumns):
 
     def add(self, run: TokenRun) -> None:
         total = self.columns(run.keys)
-        for number, block in enumerate(self._replay.blocks(self.spans)):
+        context = self._replay.seen(self.spans)
+        for block in context.parts(self._replay.block):
             start, stop = max(block.start, run.start), min(block.end, run.end)
             if start >= stop:
                 continue
@@ -173,7 +168,7 @@ class _BlockSums(TokenColumns):
                 self._waiting[:, start - block.start : stop - block.start] = rows
                 rows = self._waiting
             if stop == block.end:
-                copied = None if number else self._replay.seen(self.spans)
+                copied = context if block.start == context.start else None
                 self._replay.add_block(total, rows, block, run, self.spans.past, copied)
                 self._waiting = None
 

@@ -68,13 +68,12 @@ class Compactor(Scorer):
     def _attention(self, capture: LayerCapture, seen: range) -> Tensor:
         """float32 [G, n]: sums over each chunk's queries, means over a group."""
         chunks = []
-        for first in range(seen.start, seen.stop, self.chunk_size):
-            chunk = range(first, min(first + self.chunk_size, seen.stop))
-            keys = capture.keys[:, chunk.start : chunk.stop].float()
-            queries = capture.queries_at(chunk).float()
+        for chunk in Region(seen.start, seen.stop).parts(self.chunk_size):
+            keys = capture.keys[:, chunk.start : chunk.end].float()
+            queries = capture.queries_at(range(chunk.start, chunk.end)).float()
             shared = rearrange(queries, "(g n) c d -> g (n c) d", g=capture.kv_heads)
             shares = torch.softmax(shared @ keys.transpose(1, 2), dim=-1)
-            chunks.append(reduce(shares, "g (n c) t -> g t", "sum", c=len(chunk)) / capture.group)
+            chunks.append(reduce(shares, "g (n c) t -> g t", "sum", c=chunk.length) / capture.group)
         return torch.cat(chunks, dim=-1)
 
 

@@ -152,10 +152,9 @@ class KVzipTwoPass(Scorer):
 def repetitions(passes: Passes, chunk: int) -> Iterator[tuple[Region, Tensor]]:
     """Yield each context chunk as absolute positions, and the ids [n] that repeat it."""
     spans, ids = passes.spans, passes.ids
-    for first in range(spans.context_start, spans.context_end, chunk):
-        part = Region(first, min(first + chunk, spans.context_end))
-        lead = ids[max(spans.context_start, first - _LEAD) : first]
-        text = _PART if first > spans.context_start else _WHOLE
+    for part in Region(spans.context_start, spans.context_end).parts(chunk):
+        lead = ids[max(spans.context_start, part.start - _LEAD) : part.start]
+        text = _PART if part.start > spans.context_start else _WHOLE
         request = torch.tensor(passes.encode(text), dtype=torch.int64)
         yield part, torch.cat([request, lead, passes.tail, ids[part.start : part.end]])
 

@@ -37,8 +37,7 @@ class _Static:
         assert run.projection is not None  # it is read
         # Now: offloaded weights may be here only while their layer runs.
         if not self._norms.numel():
-            like = run.queries.new_empty(0)
-            self._norms = projection_norms(run.projection, len(run.queries), like)
+            self._norms = projection_norms(run.projection, len(run.queries), run.queries)
 
     def result(self) -> Tensor:
         return self._norms

@@ -46,11 +46,10 @@ class Scissorhands(Scorer):
     def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores [G, N]."""
         sums, groups = ColumnSums().layer(capture, region, memory), capture.kv_heads
-        length, device = capture.spans.length, capture.keys.device
+        device = capture.keys.device
         # Queries and query heads that find each token important.
         counts = torch.zeros(groups, region.length, dtype=torch.int64, device=device)
-        for first in range(capture.spans.last(self.history).start, length, _ROWS):
-            probes = torch.arange(first, min(first + _ROWS, length))
+        for probes in torch.tensor(capture.spans.last(self.history)).split(_ROWS):
             shares = attention_probabilities(capture, probes)[..., region.start : region.end]
             uniform = (1.0 / (probes + 1).float()).to(device)[:, None]
             important = reduce(shares >= uniform, "(g n) p t -> g t", "sum", g=groups)
