@@ -62,18 +62,17 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
 
 def quick_marks(model: Any) -> dict[str, str]:
     """The marks of a model that are fast to read: class, name, dtype, active adapters, scales."""
-    adapted = _adapter_layers(model)
     # Adapters with a scale call it "scaling"; peft may change it while a model is in use.
     scales = {
         name: {x: float(layer.scaling[x]) for x in _active(layer) if x in layer.scaling}
-        for name, layer in adapted.items()
+        for name, layer in _adapter_layers(model).items()
         if isinstance(getattr(layer, "scaling", None), dict)
     }
     return {
         "model_class": type(model).__name__,
         "model_name": str(getattr(model.config, "name_or_path", "")),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "adapters": ", ".join(_active_names(adapted)),
+        "adapters": ", ".join(active_adapters(model)),
         "adapter_scales": _fields_digest(scales),
     }
 
@@ -155,11 +154,7 @@ _READS = 16
 
 def active_adapters(model: Any) -> list[str]:
     """Sorted names of the peft adapters that are active in the model's computation."""
-    return _active_names(_adapter_layers(model))
-
-
-def _active_names(adapted: Mapping[str, Any]) -> list[str]:
-    return sorted({name for layer in adapted.values() for name in _active(layer)})
+    return sorted({name for layer in _adapter_layers(model).values() for name in _active(layer)})
 
 
 @functools.lru_cache(maxsize=4096)

@@ -130,18 +130,12 @@ class PartialAttention:
             stop = int(self._positions[first + rows.shape[2] - 1]) + 1
             mask = self._mask(rows, first, stop)
             mask = None if mask is None else mask[..., start:]
-            own = slice(start, stop)
-            outputs.append(self._attend(call, rows, keys[:, own], values[:, own], mask))
+            own_keys, own_values = keys[:, start:stop], values[:, start:stop]
+            if self._base == "eager":
+                outputs.append(call.output(rows, own_keys[None], own_values[None], mask)[0])
+            else:
+                outputs.append(_grouped_attention(rows, own_keys, own_values, mask, call.scale))
         return torch.cat(outputs, dim=1)
-
-    def _attend(
-        self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """[1, n, H, d]."""
-        if self._base == "eager":
-            eager: Tensor = call.output(query, keys[None], values[None], mask)[0]
-            return eager
-        return _grouped_attention(query, keys, values, mask, call.scale)
 
     def _mask(self, rows: Tensor, first: int, stop: int) -> Tensor | None:
         """Additive mask [1, 1, n, stop] of the rows [1, H, n, d] from `first` on.
@@ -205,13 +199,13 @@ def _split_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     params = torch.backends.cuda.SDPAParams(query, keys[None], values[None], None, 0.0, False, True)
     if not torch.backends.cuda.can_use_cudnn_attention(params):
         return None
-    (old, far), (new, near) = (
-        torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query, keys[None, :, part], values[None, :, part], None, True, 0.0, causal, False,
-            scale=scale,
-        )[:2]
-        for part, causal in ((slice(past), False), (slice(past, None), True))
-    )  # fmt: skip
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+
+    def part(own: slice, causal: bool) -> Any:
+        states = query, keys[None, :, own], values[None, :, own]
+        return attend(*states, None, True, 0.0, causal, False, scale=scale)[:2]
+
+    (old, far), (new, near) = part(slice(past), False), part(slice(past, None), True)
     weight = torch.sigmoid(near - far).reshape(*query.shape[:3], 1)
     # Float32 because the weights are, in a single tensor.
     merged: Tensor = (old * (1 - weight)).addcmul_(new, weight)

@@ -86,10 +86,8 @@ class TableSplitter(Splitter):
         self, nodes: Nodes, distortion: Tensor, forced: Tensor, intervals: IntervalCosts
     ) -> Split:
         table = CostTable(nodes, self._batch, intervals, distortion, forced)
-        if (rule := self._refiner.rule()) is None:
-            return table.split(self._refiner(nodes, table))
-        low, high = rule(table)
-        return Split.of_cuts(nodes, low, high, table.outer_costs(low, high))
+        rule = self._refiner.rule()
+        return table.split(self._refiner(nodes, table)) if rule is None else rule.split(table)
 
     def _evaluated(self, nodes: Nodes) -> IntervalCosts:
         """The costs of the nodes; those of similar length are evaluated together.

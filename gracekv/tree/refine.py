@@ -146,6 +146,11 @@ class SplitRule:
         low = torch.where(extracts, token, low)
         return low, low + extracts
 
+    def split(self, table: CostTable) -> Split:
+        """The children of the nodes of `table`, with their distortion."""
+        low, high = self(table)
+        return Split.of_cuts(table.nodes, low, high, table.outer_costs(low, high))
+
 
 def best_cut(table: CostTable, cuts: int, reward: float) -> tuple[Tensor, Tensor]:
     """The cut of largest D(I) - D(left) - D(right) + reward * kappa-hat, and that gain float64 [V].
@@ -238,11 +243,9 @@ class RuleRefiner(Refiner):
     def rule(self) -> SplitRule: ...
 
     def __call__(self, nodes: Nodes, table: CostTable) -> Children:
-        low, high = self.rule()(table)
-        bounds = torch.stack([nodes.start, nodes.start + low, nodes.start + high, nodes.end], dim=1)
-        start, end = bounds[:, :3], bounds[:, 1:]
-        kept = start < end
-        return Children(kept.sum(dim=1), start[kept], end[kept])
+        split = self.rule().split(table)
+        kept = split.start < split.end
+        return Children(kept.sum(dim=1), split.start[kept], split.end[kept])
 
 
 REFINERS = Registry("refine", "into which children a node splits", Refiner)

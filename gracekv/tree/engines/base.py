@@ -174,11 +174,10 @@ class EngineInputs:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of `attention` that kernels read, by name; and cos and sin [T, d_rot]."""
         held = self.attention
-        rotations = {"cos": self.rope.cos, "sin": self.rope.sin}
-        names = (field.name for field in fields(held))
-        kept = {name: getattr(held, name) for name in names if name not in _UNREAD}
+        kept = {x.name: getattr(held, x.name) for x in fields(held) if x.name not in _UNREAD}
         # A model on several devices has its table on the first layer's.
-        return kept | {name: x.to(held.values.device) for name, x in rotations.items()}
+        cos, sin = (x.to(held.values.device) for x in (self.rope.cos, self.rope.sin))
+        return kept | {"cos": cos, "sin": sin}
 
     def numbers(self) -> dict[str, Any]:
         """The numbers that kernels read of region, distortion and rule, by name."""

@@ -75,18 +75,15 @@ class NumbaEvaluator(DistortionEvaluator):
         """
         from gracekv.tree.engines.numba_kernel import DistortionArgs, distortion_kernel
 
-        length = nodes.length
         counter = ctypes.c_int64(0)
-        tensors = self._tensors | tensors
-        tensors["head"] = self._batch.head(nodes.tree)
-        tensors["first"] = self._batch.offset(nodes)
-        tensors["length"] = length
+        places = {"head": self._batch.head(nodes.tree), "first": self._batch.offset(nodes)}
+        tensors = self._tensors | tensors | places | {"length": nodes.length}
         arguments = DistortionArgs(
             **{name: _address(name, x) for name, x in tensors.items()},
             **self._numbers,
             **numbers,
             counter=ctypes.addressof(counter),
-            nodes=len(length),
+            nodes=len(nodes),
             max_length=nodes.width,
         )
         with torch.profiler.record_function("distortion (numba)"):

@@ -65,7 +65,6 @@ def constants(probes: int, dim: int, half: int, multiplicity: bool) -> dict[str,
     """The kernel's constants for P probes of `dim` features, of which 2 `half` are rotated."""
     block_d = 1 << (dim - 1).bit_length()
     block_p = min(1 << (probes - 1).bit_length(), _LARGEST_BLOCK // block_d)
-    return {
-        "P": probes, "D": dim, "HALF": half, "MULTIPLICITY": multiplicity,
-        "BLOCK_P": block_p, "BLOCK_D": block_d, "LANES": max(1, block_d // 16), "num_warps": 1,
-    }  # fmt: skip
+    sizes = {"P": probes, "D": dim, "HALF": half, "MULTIPLICITY": multiplicity}
+    blocks = {"BLOCK_P": block_p, "BLOCK_D": block_d, "LANES": max(1, block_d // 16)}
+    return sizes | blocks | {"num_warps": 1}
