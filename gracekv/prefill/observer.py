@@ -180,6 +180,28 @@ class Passes(Protocol):
         """Ids of a text inside other text; empty without a tokenizer."""
 
 
+class TokenColumns:
+    """An `Accumulator` of numbers [n, T], which subclasses fill run by run.
+
+    Args:
+        spans: spans of the prompt, T tokens.
+    """
+
+    def __init__(self, spans: PromptSpans) -> None:
+        self.spans, self._columns = spans, torch.empty(0, dtype=torch.float32)
+
+    def columns(self, rows: Tensor) -> Tensor:
+        """The numbers so far, float32 [n, T]; initially zeros, for n `rows`, on their device."""
+        if not self._columns.numel():
+            shape = (len(rows), self.spans.length)
+            self._columns = torch.zeros(shape, dtype=torch.float32, device=rows.device)
+        return self._columns
+
+    def result(self) -> Tensor:
+        """The numbers [n, T]."""
+        return self._columns
+
+
 @dataclass(frozen=True)
 class Observer(abc.ABC):
     """Base class of observers. Subclasses are frozen dataclasses.

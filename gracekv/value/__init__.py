@@ -2,11 +2,9 @@
 
 from gracekv.errors import renamed_in
 from gracekv.value.base import SCORERS as SCORERS
-from gracekv.value.base import SENSITIVITIES as SENSITIVITIES
 from gracekv.value.base import Memory as Memory
 from gracekv.value.base import Relevance as Relevance
 from gracekv.value.base import Scorer as Scorer
-from gracekv.value.base import Sensitivity as Sensitivity
 from gracekv.value.base import TokenScores as TokenScores
 from gracekv.value.block_replay import BlockReplay as BlockReplay
 from gracekv.value.chunk_order import ChunkOrder as ChunkOrder
@@ -32,6 +30,8 @@ from gracekv.value.recency import Recency as Recency
 from gracekv.value.repeated_attention import RepeatedAttention as RepeatedAttention
 from gracekv.value.replay import Replay as Replay
 from gracekv.value.scissorhands import Scissorhands as Scissorhands
+from gracekv.value.sensitivity import SENSITIVITIES as SENSITIVITIES
+from gracekv.value.sensitivity import Sensitivity as Sensitivity
 from gracekv.value.value_norm import ValueNorm as ValueNorm
 from gracekv.value.window_attention import WindowAttention as WindowAttention
 

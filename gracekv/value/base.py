@@ -1,4 +1,4 @@
-"""`Relevance`, the interfaces that compute it, and the attention sums used by most scorers."""
+"""`Relevance`, the interface of scorers, and the attention sums used by most of them."""
 
 from __future__ import annotations
 
@@ -289,45 +289,4 @@ def noted(memory: Memory, key: Any, capture: LayerCapture, compute: Callable[[],
     return held[1]
 
 
-class TokenColumns:
-    """An `Accumulator` of numbers [n, T], which subclasses fill run by run.
-
-    Args:
-        spans: spans of the prompt, T tokens.
-    """
-
-    def __init__(self, spans: PromptSpans) -> None:
-        self.spans, self._columns = spans, torch.empty(0, dtype=torch.float32)
-
-    def columns(self, rows: Tensor) -> Tensor:
-        """The numbers so far, float32 [n, T]; initially zeros, for n `rows`, on their device."""
-        if not self._columns.numel():
-            shape = (len(rows), self.spans.length)
-            self._columns = torch.zeros(shape, dtype=torch.float32, device=rows.device)
-        return self._columns
-
-    def result(self) -> Tensor:
-        """The numbers [n, T]."""
-        return self._columns
-
-
-class Sensitivity(PrefillReader, Strategy, abc.ABC):
-    """How much each (layer, KV head) matters for the output: [L, G] float32 of mean 1.
-
-    Attributes:
-        compares_layers: whether the weight of a layer depends on other layers.
-    """
-
-    compares_layers: ClassVar[bool] = True
-
-    @abc.abstractmethod
-    def __call__(self, prefill: Prefill) -> Tensor:
-        """omega [L, G] float32, positive, of mean 1."""
-
-    def layer(self, capture: LayerCapture) -> Tensor:
-        """omega [G] of one layer, for strategies that do not compare layers."""
-        raise AssertionError(f"{self.name!r} compares layers")
-
-
 SCORERS = Registry("value", "how much each token matters to the question", Scorer)
-SENSITIVITIES = Registry("sensitivity", "how much each KV head matters", Sensitivity)

@@ -38,10 +38,10 @@ from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.kernels.uploads import on_device
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.needs import region_samples
-from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
+from gracekv.prefill.observer import Accumulator, LayerObserver, TokenColumns, TokenRun
 from gracekv.prefill.spans import first_entries, without_zeros
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns
+from gracekv.value.base import SCORERS, Memory, Scorer
 
 # First tokens of the prompt, which many heads use as attention sinks.
 SINKS = 4

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
-from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
-from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns
+from gracekv.prefill.observer import Accumulator, LayerObserver, TokenColumns, TokenRun
+from gracekv.value.base import SCORERS, Memory, Scorer
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from einops import rearrange
 from torch import Tensor
 
 from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
-from gracekv.prefill.observer import Accumulator, LayerObserver, Projection, TokenRun
+from gracekv.prefill.observer import Accumulator, LayerObserver, Projection, TokenColumns, TokenRun
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns, part_scores, rank_scores
+from gracekv.value.base import SCORERS, Memory, Scorer, part_scores, rank_scores
 from gracekv.value.window_attention import WindowAttention
 
 # Rows per matrix product with a head's projection.

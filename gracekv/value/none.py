@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gracekv.kernels.uploads import filled
 from gracekv.prefill import LayerCapture, Prefill
-from gracekv.value.base import SENSITIVITIES, Sensitivity
+from gracekv.value.sensitivity import SENSITIVITIES, Sensitivity
 
 
 @SENSITIVITIES.register("none", works_sharded=True)

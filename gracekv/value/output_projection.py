@@ -12,7 +12,7 @@ from gracekv.kernels.uploads import on_device
 from gracekv.prefill import Needs, Prefill, PromptSpans
 from gracekv.prefill.observer import Accumulator, LayerObserver, Projection, TokenRun
 from gracekv.registry import bounded
-from gracekv.value.base import SENSITIVITIES, Sensitivity
+from gracekv.value.sensitivity import SENSITIVITIES, Sensitivity
 
 
 @dataclass(frozen=True)
