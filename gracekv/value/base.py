@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from operator import or_
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -118,7 +118,7 @@ class Relevance:
     sensitivity: Tensor
 
 
-Memory: TypeAlias = dict[Any, Any]
+Memory: TypeAlias = dict[Hashable, Any]
 """Notes of strategies on the layers so far, for the layers above. Each prompt has its own."""
 
 
@@ -281,7 +281,9 @@ def part_scores(part: Scorer, capture: LayerCapture, region: Region, memory: Mem
     )
 
 
-def noted(memory: Memory, key: Any, capture: LayerCapture, compute: Callable[[], Tensor]) -> Tensor:
+def noted(
+    memory: Memory, key: Hashable, capture: LayerCapture, compute: Callable[[], Tensor]
+) -> Tensor:
     """The tensor [...] from `compute` for a layer, cached in `memory` until the next layer."""
     held: tuple[int, Tensor] | None = memory.get(key)
     if held is None or held[0] != capture.number:
