@@ -127,14 +127,8 @@ def turn_ids(
     if not isinstance(after, str):
         start, after_ids = encoded_messages(tokenizer, after, tools)
         if ids[:start] != after_ids[:start]:
-            # For example, a thought that is removed from older answers: encode as after a plain
-            # answer.
-            mark = placeholder("answer", str(messages))
-            texts = _renderings(tokenizer, [_PLAIN[0], {**_PLAIN[1], "content": mark}], tools)
-            end = [continued(tokenizer, text.partition(mark)[2]) for text in texts]
-            how: Any = {"tools": tools, "answer_prefix": answer_prefix}
-            turn, *rest = turn_ids(tokenizer, messages, separator, template, **how)
-            return [turn[shared_length(*end) :], *rest]
+            # For example, a thought that is removed from older answers.
+            return _after_plain_answer(tokenizer, messages, tools, answer_prefix)
         place = shared_length(*_renderings(tokenizer, after, tools))
     borders = [place]
     for n, message in enumerate(messages[:-1], 1):
@@ -144,12 +138,22 @@ def turn_ids(
         same = shared_length(rendered(n), whole)
         at = whole.find(content, borders[-1])
         borders.append(max(same, at + len(content) if at >= 0 else 0))
-    pieces = [whole[a:b] for a, b in pairwise([*borders, len(whole)])]
-    turns = [continued(tokenizer, piece) for piece in pieces]
+    turns = [continued(tokenizer, whole[a:b]) for a, b in pairwise([*borders, len(whole)])]
     if list(chain.from_iterable(turns)) == ids[start:]:  # special tokens start turns
         return turns
-    ends = [shared_length(encoded(whole[:x]), ids) for x in borders[1:]]
+    ends = [shared_length(encoded(whole[:end]), ids) for end in borders[1:]]
     return [ids[a:b] for a, b in pairwise([start, *ends, len(ids)])]
+
+
+def _after_plain_answer(
+    tokenizer: Any, messages: Sequence[Message], tools: Any, answer_prefix: str
+) -> list[list[int]]:
+    """`turn_ids` after a plain answer, without the template's own end of that answer."""
+    mark = placeholder("answer", str(messages))
+    texts = _renderings(tokenizer, [_PLAIN[0], {**_PLAIN[1], "content": mark}], tools)
+    end = [continued(tokenizer, text.partition(mark)[2]) for text in texts]
+    turn, *rest = turn_ids(tokenizer, messages, "", True, tools=tools, answer_prefix=answer_prefix)
+    return [turn[shared_length(*end) :], *rest]
 
 
 def shared_length(*lists: Sequence[Any]) -> int:
