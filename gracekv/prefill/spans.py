@@ -142,8 +142,7 @@ class Past:
 
         Raises `CacheError` if the model was moved.
         """
-        for states in (keys, values):
-            states[:, : self.places] = 0.0
+        keys[:, : self.places] = values[:, : self.places] = 0.0
         lies = self.layers[layer][0][0].device
         if lies != keys.device:
             raise CacheError(

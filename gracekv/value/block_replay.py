@@ -80,47 +80,25 @@ class BlockReplaySums(LayerObserver):
         return _BlockSums(self, spans)
 
     def add_block(
-        self,
-        total: Tensor,
-        queries: Tensor,
-        block: Region,
-        run: TokenRun,
-        past: int = 0,
-        copied: Region | None = None,
+        self, total: Tensor, queries: Tensor, block: Region, run: TokenRun, spans: PromptSpans
     ) -> None:
         """Add sum_u p_{u,t}^power of a block's queries to `total`; mean over a KV head's queries.
 
         The softmax runs over the prompt's first 4 tokens, the `block` keys up to the block's end (a
         short last block includes keys of the one before), and the near tokens, which get no
-        columns. Queries of a passage are moved on beyond its end.
+        columns. The first block's queries also measure what induction heads read.
 
         Args:
             total: float32 [G, T], changed in place; on the keys' device.
             queries: [H, n, d] post-RoPE, of the block's n tokens.
             block: its place in the context.
             run: its keys reach at least to the block's end.
-            past: number of places before a passage; its queries see and score all of them.
-            copied: tokens that induction heads would read, as measured on this block's queries.
+            spans: of the prompt; queries of a passage see and score all places before it.
         """
-        keys, rope, softcap, sinks = run.keys, run.rope, run.softcap, run.sinks
+        past, keys, context = spans.past, run.keys, self.seen(spans)
+        induces = self.induction and block.start == context.start and block.length > 1
+        moved, scale, sinks = self._moved(queries, block, run, past)
         first, before = block.end - self.block, max(SINKS, past)
-        turn, scale = rope.moved(slice(block.start, block.end), block.end - 1), 1.0
-        block_keys, beside = keys[:, block.start : block.end], None
-        if self.near and softcap is None and _reads(queries, block_keys):
-            from gracekv.kernels.block_queries_triton import moved_and_near
-
-            scale = run.scale
-            moved, beside = moved_and_near(queries, block_keys, turn, self.near, scale)
-        else:
-            asked = queries.float() * run.scale
-            moved = turn.rotate(asked, None)
-            beside = near_logits(asked, block_keys, self.near, softcap) if self.near else None
-        if beside is not None:
-            sinks = beside if sinks is None else torch.logaddexp(beside, sinks.to(beside)[:, None])
-        if past:
-            # Rotations add up, and the table ends with the prompt.
-            one, to = slice(block.start, block.start + 1), min(block.start + _BEYOND, block.end - 1)
-            moved = rope.moved(one, to).rotate(moved, None)
         starts, at_once = first_entries(keys, past), len(keys)
         if any(starts):
             # Heads with padding are summed one by one, each over its own entries.
@@ -138,12 +116,40 @@ class BlockReplaySums(LayerObserver):
             columns = softmax_columns(asked, seen, seen.shape[1], power=self.power, **args)
             columns = reduce(columns, "(g n) t -> g t", "mean", g=at_once)
             total[own, after : block.end].add_(columns[:, lead - start :])
-            if self.induction and copied is not None and block.length > 1:
-                read = next_attention(asked, seen, block.length, **args)
+            if induces:
+                read = next_attention(asked, seen, **args)
                 read = reduce(read**self.power, "(g n) -> g 1", "mean", g=at_once)
-                total[own, copied.start : copied.end].add_(read, alpha=self.induction)
+                total[own, context.start : context.end].add_(read, alpha=self.induction)
             if start < past <= lead:
                 total[own, start:past].add_(columns[:, : past - start])
+
+    def _moved(
+        self, queries: Tensor, block: Region, run: TokenRun, past: int
+    ) -> tuple[Tensor, float, Tensor | None]:
+        """A block's queries [H, n, d], moved to its end, or beyond the end of a passage; float32.
+
+        Also returns the scale that their logits still lack, and the logits of what takes part in
+        their softmax without columns, sinks and near tokens: [H], [H, n] or None.
+        """
+        softcap, sinks, scale = run.softcap, run.sinks, 1.0
+        turn = run.rope.moved(slice(block.start, block.end), block.end - 1)
+        keys, beside = run.keys[:, block.start : block.end], None
+        if self.near and softcap is None and _reads(queries, keys):
+            from gracekv.kernels.block_queries_triton import moved_and_near
+
+            scale = run.scale
+            moved, beside = moved_and_near(queries, keys, turn, self.near, scale)
+        else:
+            asked = queries.float() * run.scale
+            moved = turn.rotate(asked, None)
+            beside = near_logits(asked, keys, self.near, softcap) if self.near else None
+        if beside is not None:
+            sinks = beside if sinks is None else torch.logaddexp(beside, sinks.to(beside)[:, None])
+        if past:
+            # Rotations add up, and the table ends with the prompt.
+            one, to = slice(block.start, block.start + 1), min(block.start + _BEYOND, block.end - 1)
+            moved = run.rope.moved(one, to).rotate(moved, None)
+        return moved, scale, sinks
 
 
 class _BlockSums(TokenColumns):
@@ -156,8 +162,7 @@ class _BlockSums(TokenColumns):
 
     def add(self, run: TokenRun) -> None:
         total = self.columns(run.keys)
-        context = self._replay.seen(self.spans)
-        for block in context.parts(self._replay.block):
+        for block in self._replay.seen(self.spans).parts(self._replay.block):
             start, stop = max(block.start, run.start), min(block.end, run.end)
             if start >= stop:
                 continue
@@ -168,8 +173,7 @@ class _BlockSums(TokenColumns):
                 self._waiting[:, start - block.start : stop - block.start] = rows
                 rows = self._waiting
             if stop == block.end:
-                copied = context if block.start == context.start else None
-                self._replay.add_block(total, rows, block, run, self.spans.past, copied)
+                self._replay.add_block(total, rows, block, run, self.spans)
                 self._waiting = None
 
 
@@ -221,25 +225,20 @@ class BlockReplay(Scorer):
 
 
 def next_attention(
-    queries: Tensor,
-    keys: Tensor,
-    count: int,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    queries: Tensor, keys: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Mean attention that `count` tokens' moved queries pay to the token after their own: [H].
+    """Mean attention that n >= 2 tokens' moved queries pay to the token after their own: [H].
 
     Uses at most 64 of them, evenly spaced; arguments and softmax as in `softmax_columns`.
 
     Args:
-        queries: float32 [H, count, d].
-        keys: [G, T, d]; the last `count` are the tokens' own.
-        count: number of tokens, at least 2.
+        queries: float32 [H, n, d].
+        keys: [G, T, d]; the last n are the tokens' own.
         scale: scale of the logits.
         softcap: logit softcap, or None.
-        sinks: logits of attention sinks, [H] or [H, count], or None.
+        sinks: logits of attention sinks, [H] or [H, n], or None.
     """
+    count = queries.shape[1]
     row = region_samples(Region(0, count - 1), _SAMPLES)
     at, after = (on_device(x, queries.device) for x in (row, row + (keys.shape[1] - count + 1)))
     asked = rearrange(queries[:, at] * scale, "(g n) q d -> g (n q) d", g=len(keys))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gracekv.kernels.rope import Rope
-from gracekv.prefill import Region
+from gracekv.prefill import PromptSpans, Region
 from gracekv.prefill.observer import TokenRun
 from gracekv.value import block_replay
 from gracekv.value.block_replay import BlockReplaySums
@@ -22,9 +22,9 @@ def test_sums_equal_those_of_torch(count, dim, near, past, dtype, interleaved):
     keys = torch.randn(2, end, dim + 8, generator=made).to(dtype)[..., :dim]
     rope = replace(Rope.of_theta(end, rotary), interleaved=interleaved)
     run, sums = TokenRun(0, queries, keys, keys, rope, 0.3), BlockReplaySums(count, 1.0, near)
-    totals = torch.zeros(2, 2, end)
+    spans, totals = PromptSpans(9, end, end, end, past), torch.zeros(2, 2, end)
     for total, reads in zip(totals, (False, True), strict=True):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(block_replay, "_reads", lambda *_, reads=reads: reads)
-            sums.add_block(total, queries[:, 9:], Region(9, end), run, past)
+            sums.add_block(total, queries[:, 9:], Region(9, end), run, spans)
     torch.testing.assert_close(*totals, rtol=1e-4, atol=1e-6)
