@@ -93,19 +93,7 @@ def _check_layers(model: Any) -> None:
             f"{name} also attends to an encoder's output, whose keys and values do not come from a "
             f"prompt; gracekv takes decoder-only models. {_TESTED}"
         )
-    # Other peft methods change weights; these change the sequence or how it is read.
-    peft = getattr(model, "active_peft_config", None)
-    # transformers itself loads adapters without a PeftModel.
-    adapters = [peft] if peft else list(getattr(model, "peft_config", {}).values())
-    methods, others = ("SHADOW", "XLORA", "LILY"), ("is_prompt_learning", "alora_invocation_tokens")
-    refused = [str(getattr(x, "peft_type", "")).endswith(methods) for x in adapters]
-    refused += [bool(getattr(x, name, None)) for x in adapters for name in others]
-    if any(refused):
-        raise UnsupportedModelError(
-            f"{name} puts learned tokens before a prompt (prompt or prefix tuning), reads it twice "
-            f"(Shadow, X-LoRA), or differently in each call (activated LoRA, Lily), which gracekv "
-            f"does not support. It supports adapters that change weights, such as LoRA."
-        )
+    _check_adapters(model, name)
     for number, kind in enumerate(kinds):
         if kind not in KINDS:
             raise UnsupportedModelError(
@@ -147,6 +135,22 @@ def _check_layers(model: Any) -> None:
         raise UnsupportedModelError(
             f"Layer {len(kinds) - shared} of {name} attends to the keys and values of an earlier "
             f"layer; caches shared by several layers cannot be compressed yet."
+        )
+
+
+def _check_adapters(model: Any, name: str) -> None:
+    """Raise `UnsupportedModelError` if an adapter changes the sequence or how it is read."""
+    peft = getattr(model, "active_peft_config", None)
+    # transformers itself loads adapters without a PeftModel.
+    adapters = [peft] if peft else list(getattr(model, "peft_config", {}).values())
+    methods, others = ("SHADOW", "XLORA", "LILY"), ("is_prompt_learning", "alora_invocation_tokens")
+    refused = [str(getattr(x, "peft_type", "")).endswith(methods) for x in adapters]
+    refused += [bool(getattr(x, name, None)) for x in adapters for name in others]
+    if any(refused):
+        raise UnsupportedModelError(
+            f"{name} puts learned tokens before a prompt (prompt or prefix tuning), reads it twice "
+            f"(Shadow, X-LoRA), or differently in each call (activated LoRA, Lily), which gracekv "
+            f"does not support. It supports adapters that change weights, such as LoRA."
         )
 
 
