@@ -16,7 +16,7 @@ from gracekv.hf.generation import check_new_tokens, continue_ids, padding_id
 from gracekv.prefill.chat_text import check_question
 from gracekv.prefill.messages import first_turn
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import trained_length
+from gracekv.prefill.length_limits import trained_length
 
 
 def check_context(prompt: Prompt) -> None:

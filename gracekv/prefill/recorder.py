@@ -112,8 +112,7 @@ class Recorder:
         """Record the tensors of a call and attend."""
         if call.layer not in self._index:
             return call.output(call.query, call.key, call.value, call.mask)
-        layer = self._index[call.layer]
-        args = call.softmax_args
+        layer, args = self._index[call.layer], call.softmax_args
         self.softcap = args["softcap"]
         if args["sinks"] is not None:
             self.sinks[layer] = args["sinks"]

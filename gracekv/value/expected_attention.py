@@ -128,29 +128,31 @@ class ExpectedAttention(Scorer):
                 "model caps its logits or adds sinks to them. Use another scorer, such as "
                 "'block_replay'."
             )
-        observer, spans, dim = QueryMoments(self.sinks), capture.spans, capture.head_dim
-        seen, count = observer.seen(spans), self.future_positions
-        moments = capture.observation(observer).to(capture.keys.device)
+        seen = QueryMoments(self.sinks).seen(capture.spans)
+        expected = torch.softmax(self._log_expected(capture, seen), dim=-1)
+        score = reduce(expected, "g n t -> g t", "mean") + self.epsilon
+        if self.value_norm:
+            score *= capture.values[:, seen.start : seen.end].float().norm(dim=-1)
+        whole = torch.nn.functional.pad(score, (seen.start, 0), value=float(score.max()) + 1)
+        return whole[:, region.start : region.end]
+
+    def _log_expected(self, capture: LayerCapture, seen: Region) -> Tensor:
+        """log E exp(logit) of each key of `seen` for each query head: float32 [G, n, t]."""
+        moments = capture.observation(QueryMoments(self.sinks)).to(capture.keys.device)
         mean, covariance = moments[:, 0], moments[:, 1:]
-        turn = mean_rotation(capture.rope, dim, spans.context_end, count, spans.past)
-        turn = turn.to(mean.device)
+        dim, count, past = capture.head_dim, self.future_positions, capture.spans.past
+        turn = mean_rotation(capture.rope, dim, seen.end, count, past).to(mean.device)
         mean = capture.scale * mean @ turn
         spread = 0.5 * capture.scale**2 * turn.T @ covariance @ turn
         keys = capture.keys[:, seen.start : seen.end]
         blocks = keys.split(_block_rows(capture.query_heads, dim), dim=1)
-        # log E exp(logit) [G, n, t] of some keys [G, t, d].
         mean = rearrange(mean, "(g n) d -> g n d", g=capture.kv_heads)
         spread = rearrange(spread, "(g n) i j -> g n i j", g=capture.kv_heads)
         logits = []
         for some in (block.float() for block in blocks):
             square = ((some[:, None] @ spread) * some[:, None]).sum(dim=-1)
             logits.append((mean @ some.mT).add_(square))
-        expected = torch.softmax(torch.cat(logits, dim=-1), dim=-1)
-        score = reduce(expected, "g n t -> g t", "mean") + self.epsilon
-        if self.value_norm:
-            score *= capture.values[:, seen.start : seen.end].float().norm(dim=-1)
-        whole = torch.nn.functional.pad(score, (seen.start, 0), value=float(score.max()) + 1)
-        return whole[:, region.start : region.end]
+        return torch.cat(logits, dim=-1)
 
 
 def mean_rotation(rope: Rope, dim: int, start: int, count: int, past: int = 0) -> Tensor:
