@@ -22,7 +22,6 @@ from gracekv.pipeline.run import Run
 from gracekv.precision import AllocatedPrecision
 from gracekv.prefill import Prefill
 from gracekv.prefill.fingerprint import check_same_model
-from gracekv.prefill.length_limits import check_continuation
 from gracekv.prefill.model_layers import cache_dtype, head_sizes
 from gracekv.prefill.options import DEFAULTS, CaptureOptions, trim_memory
 from gracekv.prefill.prompt import Prompt

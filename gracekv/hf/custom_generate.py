@@ -14,8 +14,8 @@ from gracekv.errors import ConfigError, PromptError, expect
 from gracekv.hf.compress import compress
 from gracekv.pipeline import Pipeline
 from gracekv.prefill.cache_keyword import cache_keyword
+from gracekv.prefill.length_limits import check_continuation
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import check_continuation
 
 
 def generate(

@@ -14,9 +14,9 @@ from gracekv.errors import PromptError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import check_new_tokens, continue_ids, padding_id
 from gracekv.prefill.chat_text import check_question
+from gracekv.prefill.length_limits import trained_length
 from gracekv.prefill.messages import first_turn
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.length_limits import trained_length
 
 
 def check_context(prompt: Prompt) -> None:

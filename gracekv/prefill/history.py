@@ -54,8 +54,10 @@ class History:
             raise PromptError("This context consists of messages: begin with chat.send(messages).")
         return [*self.messages, {"role": "user", "content": question}]
 
-    def edit(self, messages: Sequence[Message], tools: Any) -> str | None:
+    def edit(self, messages: Sequence[Message], tools: Any, context: int = 0) -> str | None:
         """How these messages or tools differ from those that were read; None if they continue them.
+
+        `context` is as in `new_turns`.
 
         Raises `PromptError` if a message is malformed.
         """
@@ -64,9 +66,12 @@ class History:
             return "The tools are not those that the conversation began with."
         for number, old in enumerate(plain_messages(self.messages)):
             if number >= len(given) or not _is_same(old, given[number]):
+                anew = 'compress it again with edited="compress"'
+                if number < context:
+                    anew = "compress a new context of these messages, which this one begins with"
                 return (
                     f"Message {number} (role {old['role']!r}) differs from the one that was read. "
-                    f'Send the history unchanged, or compress it again with edited="compress".'
+                    f"Send the history unchanged, or {anew}."
                 )
         return None
 
@@ -97,7 +102,7 @@ class History:
             PromptError: a message is malformed, there is no new one, or the template cannot show it
                 after the context.
         """
-        if edit := self.edit(messages, tools):
+        if edit := self.edit(messages, tools, context):
             raise EditedHistoryError(edit)
         known, given, read = self.messages, plain_messages(messages), self.ids[-_ENDING:]
         new = given[max(len(known), context) :]

@@ -234,7 +234,8 @@ def check_begins(prompt: Prompt, messages: Any, tools: Sequence[Any] | None) -> 
     context, end = prompt.ids[: prompt.spans.context_end], begun.spans.context_end
     if not torch.equal(begun.ids[:end], context[:end]):  # passages may follow
         raise EditedHistoryError(
-            f"The first {prompt.messages} messages or tools are not those of the context."
+            f"The first {prompt.messages} messages or tools are not those of the context. Send "
+            f"them unchanged, or compress a new context: Prompt.from_messages(tokenizer, messages)."
         )
 
 

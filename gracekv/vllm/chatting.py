@@ -107,7 +107,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         anew = edited == "compress" and bool(history.edit(messages, tools))
         if anew and self._count:
             context = replace(history, messages=history.messages[: self._count])
-            if edit := context.edit(messages, tools):
+            if edit := context.edit(messages, tools, self._count):
                 raise EditedHistoryError(edit)
         answer = "".join(self._stream(messages, tools, max_tokens, options, anew=anew))
         if anew:
@@ -127,8 +127,13 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         if options.get("echo"):
             raise ConfigError("A turn returns the answer alone: leave out echo.")
         server, known = self._server, self._history.messages
-        history, context = (History(), self._first) if anew else (self._history, self.context)
+        begins = anew or not known
+        history, context = (History(), self._first) if begins else (self._history, self.context)
         new = history.new_turns(server.tokenizer, messages, tools, self._count, SEPARATOR)
+        if begins:
+            *older, last = new
+            history, context = self._compressed(messages, tools, older)
+            new = [last]
         ids = (*history.uncompressed, *(x for _, tokens in new for x in tokens))
         text, answer, end = "", list[int](), None
         made = Request(context, ids, None, exact=True)
@@ -144,13 +149,40 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             answer.pop()
         if self._history.messages is not known:
             raise ConfigError("Another turn was answered during this stream. Ask this one again.")
-        if anew:
+        if begins:
             self._begin()
+            self._history, self.context = history, context
         # Another stream, which did not end, may have had older messages compressed.
         history, said = self._history, {"role": "assistant", "content": text}
         turns = [*new, ("assistant", answer)]
         self._history = history.with_turns([*messages, said], tools, turns)
         self._take_over()
+
+    def _compressed(self, messages: Any, tools: Any, older: Any) -> tuple[History, str]:
+        """A history that begins with `older` turns, and its context, compressed as if said in turn.
+
+        Raises `StoreError` if the server cannot compress them.
+        """
+        history, context = History().with_turns(messages[: self._count], tools, ()), self._first
+        for message, turn in zip(messages[self._count :], older, strict=False):
+            history = history.with_turns([*history.messages, message], tools, [turn])
+            for tokens, ratio in history.due(self._compact):
+                context = self._extended(context, history, tokens, ratio, wait=True)
+                history = history.compressed(tokens)
+        return history, context
+
+    def _extended(
+        self, context: str, history: History, tokens: int, ratio: float, wait: bool
+    ) -> str:
+        """The name of a new context: the old one, extended by the history's oldest tokens."""
+        name, self._made = f"{self._name}.{self._made}", self._made + 1
+        self._own.append(name)
+        # As in `Conversation`: a ratio of 1 may count bytes in 16 bits.
+        size = {"entries_per_head": tokens} if ratio == 1 else {"ratio": ratio}
+        limit = {} if self._limit is None else {"limit": self._limit.to_dict()}
+        order = {"extend": {"name": context, "into": name, **size, **limit}}
+        self._server.make(order, history.uncompressed[:tokens], wait=wait)
+        return name
 
     def _take_over(self) -> None:
         """Switch to a context that is ready, and have the server make the next one if it is due.
@@ -179,13 +211,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
         self._runs = self._runs or self._history.due(self._compact)
         if self._runs:
             tokens, ratio = self._runs[0]
-            name, self._made = f"{self._name}.{self._made}", self._made + 1
-            self._own.append(name)
-            # As in `Conversation`: a ratio of 1 may count bytes in 16 bits.
-            size = {"entries_per_head": tokens} if ratio == 1 else {"ratio": ratio}
-            limit = {} if self._limit is None else {"limit": self._limit.to_dict()}
-            order = {"extend": {"name": self.context, "into": name, **size, **limit}}
-            self._server.make(order, self._history.uncompressed[:tokens], wait=False)
+            name = self._extended(self.context, self._history, tokens, ratio, wait=False)
             self._pending, self._runs = (name, tokens), self._runs[1:]
 
     def _delete(self, *kept: object) -> None:

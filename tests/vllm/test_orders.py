@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from gracekv import Pipeline
 from gracekv.errors import StoreError
 from gracekv.vllm.header import TurnFormat
 from gracekv.vllm.orders import Compression, Deletion, Listing, order_of
@@ -29,6 +30,12 @@ def test_a_context_of_all_entries_is_extended_by_another_recipe_or_whole():
         extended(ratio=4)
     for given in ({"ratio": 1}, {"entries_per_head": 9}, {"ratio": 4, "recipe": "fullkv"}):
         assert extended(**given).recipe == "fullkv"
+
+
+def test_one_pass_extends_a_context_that_was_made_by_two():
+    extend = {"extend": {"name": "book", "ratio": 4}}
+    order = order_of(extend, recipe_of=lambda name: "gracekv-agnostic-two-pass")
+    assert (order.recipe, order.pipeline) == ("gracekv-agnostic", Pipeline.named(order.recipe))
 
 
 def test_an_order_says_how_to_compress():

@@ -1,6 +1,7 @@
 """Conversations on a stand-in for vLLM's server: what is sent, compressed and refused."""
 
 import contextlib
+from itertools import chain
 
 import pytest
 
@@ -11,6 +12,7 @@ import gracekv
 from gracekv import Compaction, Limit
 from gracekv.errors import CacheError, ConfigError, EditedHistoryError, PromptError, StoreError
 from gracekv.prefill.chat_text import continued
+from gracekv.prefill.history import History
 from gracekv.prefill.messages import turn_ids
 from gracekv.vllm import Client
 from support.context_server import QUESTION, TEXT, context_server, extensions
@@ -132,7 +134,7 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
             chat.send([system, *changed], edited="compres")
         with pytest.raises(PromptError, match="role"):
             chat.send([system, *changed[:-1], {}], edited="compress")
-        with pytest.raises(EditedHistoryError, match="Message 0"):
+        with pytest.raises(EditedHistoryError, match=r"Message 0.*compress a new context"):
             chat.send([{**system, "content": "Sing."}, *changed], edited="compress")
         held = server.contexts.pop("agent")
         with pytest.raises(StoreError, match="no context 'agent'"):
@@ -144,6 +146,23 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
         assert chat.messages[1:5] == changed
         asked = [x["kv_transfer_params"] for x in server.bodies if "stream" in x]
         assert asked[-1] == {"gracekv": "agent", "gracekv_exact": True}
+
+
+def test_a_long_history_is_compressed_before_it_is_sent(client, server, tokenizer):
+    chat, _ = talk(client, server, 9)
+    asked = {"role": "user", "content": QUESTION}
+    edited = [{"role": "user", "content": "Who fell?"}, *chat.messages[1:], asked]
+    turns = [ids for _, ids in History().new_turns(tokenizer, edited)]
+    other = client.chat("book", compact=chat._compact)
+    for talking, how in ((chat, {"edited": "compress"}), (other, {})):
+        before = len(extensions(server))
+        talking.send(edited, **how)
+        sent = [x for x in server.bodies if x.get("stream")][-1]
+        # The two recent messages and the last one are sent, the others are in the context.
+        assert sent["prompt"] == [*chain(*turns[-3:])]
+        context = sent["kv_transfer_params"]["gracekv"]
+        assert compressed(server, context) == [*chain(*turns[:-3])]
+        assert len(extensions(server)) >= before + 2
 
 
 def test_tools_that_are_edited_in_place_are_other_tools(client, server):
