@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from gracekv.allocate import Greedy
+from gracekv.allocate import Greedy, PerHead
 from gracekv.backends import AttentionSpec
 from gracekv.errors import PluginError
 from gracekv.pipeline.composition import REGISTRIES
 from gracekv.registry import Registry
 from gracekv.segment import Partition, Segmenter, Uniform
 from gracekv.testing import contracts
-from gracekv.value import SCORERS, MeanAttention, Scorer, TokenScores
+from gracekv.value import SCORERS, MeanAttention, OutputProjection, Scorer, TokenScores
 from support.covering import LONG
 
 EVERY = [(stage, name) for stage, registry in REGISTRIES.items() for name in registry]
@@ -74,6 +74,23 @@ def spoiled(monkeypatch):
 def test_a_scorer_that_breaks_a_promise_is_named(spoiled, fault, message):
     with pytest.raises(AssertionError, match=message):
         contracts.check_stage(Spoiled(fault=fault), seed=0)
+
+
+def test_what_compares_layers_without_saying_so_is_named(monkeypatch, spoiled):
+    monkeypatch.setattr(OutputProjection, "compares_layers", False)
+    with pytest.raises(AssertionError, match="'output_projection' compares layers"):
+        contracts.check_stage(OutputProjection(), seed=0)
+
+    def relative(self, scores, plan):
+        return (1000 * scores.mean(dim=-1) / scores.mean()).long()
+
+    monkeypatch.setattr(PerHead, "__call__", relative)
+    with pytest.raises(AssertionError, match="other caps: it compares layers"):
+        contracts.check_stage(PerHead(), seed=0)
+    hiding = Spoiled()
+    object.__setattr__(hiding, "first", SCORERS.build("multi_hop"))
+    with pytest.raises(AssertionError, match="not in `parts`"):
+        contracts.check_stage(hiding, seed=0)
 
 
 def test_what_is_no_plain_data_is_named(spoiled):

@@ -18,12 +18,12 @@ from gracekv.pipeline.composition import REGISTRIES
 from gracekv.pipeline.config import load_pipeline, save_pipeline
 from gracekv.precision import PRECISIONS, Precision, UniformPrecision
 from gracekv.precision.base import EXACT
-from gracekv.prefill import LayerObserver, Needs
+from gracekv.prefill import LayerObserver, Needs, Region
 from gracekv.prefill.needs import prompt_samples
 from gracekv.registry import bounded
 from gracekv.testing import contracts, synthetic_prefill
 from gracekv.testing.models import tiny_llama
-from gracekv.value import SCORERS, Scorer
+from gracekv.value import SCORERS, Mixture, Scorer, ValueNorm
 from gracekv.value.base import attention_sums
 
 
@@ -344,3 +344,20 @@ def test_a_backend_that_forgets_a_part_of_the_step_is_found(forgets):
 
     with pytest.raises(AssertionError):
         contracts.check(Forgetful())
+
+
+def test_a_scorer_that_occurs_twice_notes_each_layer_once():
+    @SCORERS.register("counting")
+    @dataclass(frozen=True)
+    class Counting(Scorer):
+        """A state that grows with the layers."""
+
+        def layer(self, capture, region, memory):
+            memory[self] = memory.get(self, 0) + 1.0
+            return capture.values.new_full((capture.kv_heads, region.length), memory[self])
+
+    prefill = synthetic_prefill(seed=0)
+    region = Region(prefill.spans.context_start, prefill.spans.context_end)
+    each = Counting(), ValueNorm(scorer=Counting())
+    alone, weighted, both = (x(prefill, region).scores for x in (*each, Mixture(each, rule="sum")))
+    assert torch.allclose(both, (alone + weighted) / 2)

@@ -240,7 +240,8 @@ class Packer(PrefillReader, Strategy, abc.ABC):
             node; "token", one of them, with the others dropped; "mixture", one token and parts of
             any dropped tokens.
         by_entry: whether an entry depends only on its own interval, so other entries can be dropped
-            later.
+            later. Where nothing is merged, single tokens are then stored as they are, without
+            `layer`.
     """
 
     by_entry: ClassVar[bool] = False

@@ -138,6 +138,8 @@ def check_scorer(scorer: Scorer, prefill: Prefill, region: Region) -> None:
         hold(tensor.dtype == torch.float32, f"{name} must be float32; got {tensor.dtype}")
         hold((tensor >= 0).all() and tensor.isfinite().all(), f"{name} hold < 0 or NaN")
         hold(torch.equal(tensor, getattr(second, name)), f"{name} differ between two calls")
+    compares = [x for x in vars(scorer).values() if isinstance(x, Scorer) and x.compares_layers]
+    hold(scorer.compares_layers or not compares, "a scorer that it combines is not in `parts`")
     if not scorer.compares_layers:
         _check_by_layer(scorer, prefill, region, first.scores)
     total = float(first.seed_scores.sum())
@@ -174,6 +176,9 @@ def check_sensitivity(sensitivity: Sensitivity, prefill: Prefill) -> None:
     hold((omega > 0).all(), "omega must be positive")
     hold(abs(float(omega.mean()) - 1) < 1e-4, f"omega must have mean 1; got {omega.mean()}")
     hold(torch.equal(omega, sensitivity(prefill)), "omega differs between two calls")
+    if not sensitivity.compares_layers:
+        each = torch.stack([sensitivity.layer(capture) for capture in prefill])
+        hold(torch.allclose(each, omega), "layer() gives other weights: it compares layers")
 
 
 def check_quota(quota: Quota, prefill: Prefill) -> None:
@@ -191,6 +196,11 @@ def check_quota(quota: Quota, prefill: Prefill) -> None:
     hold(caps.shape == (layers, heads), f"caps must be [L, G]; got {list(caps.shape)}")
     hold(not caps.is_floating_point() and (caps >= 0).all(), "caps must be whole and >= 0")
     hold(torch.equal(caps, again), "caps differ between two calls")
+    if not (sums or quota.compares_layers):
+        for number, (own, whole) in enumerate(zip(read, caps, strict=True)):
+            cap = quota.layer(own, number, plan)
+            same = cap is not None and torch.equal(cap, whole)
+            hold(same, "layer() gives other caps: it compares layers")
 
 
 def check_floor(floor: Floor, forest: Any, plan: BudgetPlan, tokens: Tensor) -> Frontier:

@@ -268,8 +268,12 @@ def part_scores(part: Scorer, capture: LayerCapture, region: Region, memory: Mem
     Raises `ShapeError` unless its `layer` returns floating-point numbers of that shape.
     """
     known: Tensor | None = memory.get(("scores", part))
-    own = None if known is None else known[capture.number].to(capture.keys.device)
-    scores = part.layer(capture, region, memory) if own is None else own
+    if known is None:
+        # A scorer that occurs twice scores a layer once, and adds its notes once.
+        run = functools.partial(part.layer, capture, region, memory)
+        scores = noted(memory, ("layer", part, region), capture, run)
+    else:
+        scores = known[capture.number].to(capture.keys.device)
     shape, got = [capture.kv_heads, region.length], type(scores).__name__
     if isinstance(scores, Tensor):
         if scores.is_floating_point() and [*scores.shape] == shape:
