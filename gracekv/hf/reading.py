@@ -134,14 +134,9 @@ class Reading:
             driver.switch(number)
 
         runs: list[Any] = []
-
-        def end() -> None:
-            # Newest first, as each restores the settings of torch that it found.
-            while runs:
-                runs.pop().throw()
-
-        # An error also ends the paused forwards.
-        with self._patch(), hooked() as hooks, undone(end):
+        # An error also ends the paused forwards, newest first: each restores the settings of torch
+        # that it found.
+        with self._patch(), hooked() as hooks, undone(lambda: [x.throw() for x in runs[::-1]]):
             for number, block in enumerate(blocks):
                 # Before the recorder's hooks, which belong to the chunk that resumes.
                 hook = own_thread(partial(pause, number))

@@ -143,10 +143,6 @@ def order_of(
     )
 
 
-def _reads_more(pipeline: Pipeline) -> bool:
-    return any(observer.reads for observer in pipeline.needs().observers)
-
-
 def _compression(fields: Mapping[str, Any], recipe_of: Callable[[str], str] | None) -> Compression:
     names = _OPTIONS.union(_BUDGETS, () if recipe_of is None else {"into", "limit"})
     if unknown := sorted(map(str, fields.keys() - names)):
@@ -163,11 +159,12 @@ def _compression(fields: Mapping[str, Any], recipe_of: Callable[[str], str] | No
     if not isinstance(recipe, str):
         raise StoreError(f"A recipe is a name; got {str(recipe)[:200]!r}.")
     pipeline = Pipeline.named(recipe)
-    if source and "recipe" not in fields and _reads_more(pipeline):
+    reads_more = any(observer.reads for observer in pipeline.needs().observers)
+    if reads_more and source and "recipe" not in fields:
         # A context by two passes was made elsewhere; one pass reads its passages.
-        recipe = DEFAULT_WITHOUT_QUESTION
+        recipe, reads_more = DEFAULT_WITHOUT_QUESTION, False
         pipeline = Pipeline.named(recipe)
-    if _reads_more(pipeline):
+    if reads_more:
         raise StoreError(
             f"An engine cannot compress with recipe {recipe!r}, which reads more of the model than "
             f"queries, keys and values. Use one that reads only those, such as {_ABLE}, or "
