@@ -150,6 +150,7 @@ def compress(
     from gracekv.allocate import Budget
     from gracekv.hf import smollm2
     from gracekv.pipeline.config import load_pipeline
+    from gracekv.registry.plugins import foreign_modules
 
     named = None if pipeline is None else load_pipeline(pipeline)
     sizes: dict[str, Any] = {"ratio": ratio, "compression_ratio": compression_ratio}
@@ -185,7 +186,8 @@ def compress(
         err=True,
     )
     if save is not None and not question:
-        more = [word for name in imports or () for word in ("--import", name)]
+        modules = dict.fromkeys([*(imports or ()), *foreign_modules(result.pipeline)])
+        more = [word for name in modules for word in ("--import", name)]
         words = ["gracekv", "ask", str(save), "Your question?", "--model", model, *more]
         typer.echo(f"ask about it with: {shlex.join(words)}", err=True)
 

@@ -214,18 +214,18 @@ def parse_method(spec: str, recent_share: float | None = None) -> Pipeline:
             f"A method is a recipe or a file, with changes in brackets such as "
             f"gracekv[value.lambda_graph=0.1;floor=none]; got {spec!r}."
         )
-    pipeline = load_pipeline(match["base"])
-    changes = match["changes"] or ""
+    data, changes = load_pipeline(match["base"]).to_dict(), match["changes"] or ""
     for change in filter(None, changes.split(";")):
-        pipeline = changed(pipeline, change)
+        data = _changed(data, change)
+    pipeline = Pipeline.from_dict(data)
     if recent_share is None or re.search(r"\bwindow\b[^;]*\bshare\b", changes):
         return pipeline
     window = dataclasses.replace(pipeline.window, share=recent_share)
     return dataclasses.replace(pipeline, window=window)
 
 
-def changed(pipeline: Pipeline, change: str) -> Pipeline:
-    """`pipeline` with one ``stage.field=value`` or ``stage=name`` applied.
+def _changed(data: dict[str, Any], change: str) -> dict[str, Any]:
+    """A pipeline's `data` with one ``stage.field=value`` or ``stage=name`` applied.
 
     Values are read as YAML: numbers, true, null, lists. Raises `ConfigError`.
     """
@@ -233,8 +233,9 @@ def changed(pipeline: Pipeline, change: str) -> Pipeline:
 
     path, _, text = change.partition("=")
     stage, *fields = (name.strip() for name in path.split("."))
-    data: dict[str, Any] = pipeline.to_dict()
-    if not text or len(fields) > 1 or (fields and not isinstance(data.get(stage), dict)):
+    # An earlier change may have set the stage to a name.
+    own: Any = {"name": x} if isinstance(x := data.get(stage), str) else x
+    if not text or len(fields) > 1 or (fields and not isinstance(own, dict)):
         raise ConfigError(
             f"A change is written stage.field=value or stage=name, such as floor.alpha=0.4; got "
             f"{change!r}. Stages: {', '.join(x for x, y in data.items() if isinstance(y, dict))}."
@@ -243,7 +244,7 @@ def changed(pipeline: Pipeline, change: str) -> Pipeline:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{text!r} in {change!r} is not a value: {error}") from error
-    return Pipeline.from_dict(data | {stage: data[stage] | {fields[0]: value} if fields else value})
+    return data | {stage: {**own, fields[0]: value} if fields else value}
 
 
 def split_methods(text: str) -> list[str]:
