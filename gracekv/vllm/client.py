@@ -53,7 +53,8 @@ class Client:
                 they are, without the end of a chat's turn.
             wait: whether to wait until the context is ready; if not, see `list`.
             options: one of `ratio` (tokens per entry kept), `entries_per_head` and `kv_bytes`; and
-                optionally `recipe` (a pipeline's name), `save=True` (also write it to the store's
+                optionally `recipe` (a pipeline's name; two passes, for lookups, are made with
+                transformers and exported), `save=True` (also write it to the store's
                 folder) and `expires` (seconds until it is deleted).
 
         Raises:
