@@ -169,6 +169,7 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             for tokens, ratio in history.due(self._compact):
                 context = self._extended(context, history, tokens, ratio, wait=True)
                 history = history.compressed(tokens)
+                self._delete(self.context, *(self._pending or ()), context)
         return history, context
 
     def _extended(

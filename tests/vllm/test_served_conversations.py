@@ -163,6 +163,8 @@ def test_a_long_history_is_compressed_before_it_is_sent(client, server, tokenize
         context = sent["kv_transfer_params"]["gracekv"]
         assert compressed(server, context) == [*chain(*turns[:-3])]
         assert len(extensions(server)) >= before + 2
+    # For each conversation its context and the next one.
+    assert len(client.list()) <= 5
 
 
 def test_tools_that_are_edited_in_place_are_other_tools(client, server):
