@@ -40,7 +40,7 @@ class Client:
 
     @cached_property
     def _server(self) -> Server:
-        return Server(self.url, self.model, self.tokenizer, self.api_key, self.timeout)
+        return Server(self)
 
     def compress(
         self, name: str, text: str | Sequence[int], *, wait: bool = True, **options: Any

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -57,30 +57,22 @@ class Context:
 
 @dataclass(frozen=True, repr=False)
 class Server:
-    """Takes orders and questions; settings and errors are those of `Client`.
+    """Takes orders and questions; errors are those of `Client`.
 
     Attributes:
-        url: `Client.url`.
-        named_model: `Client.model`.
-        given_tokenizer: `Client.tokenizer`.
-        api_key: `Client.api_key`.
-        timeout: `Client.timeout`.
+        client: the `Client`, whose fields are read.
     """
 
-    url: str
-    named_model: str | None
-    given_tokenizer: Any
-    api_key: str
-    timeout: float
+    client: Any
 
     def __getstate__(self) -> dict[str, Any]:
         # Without OpenAI's client, which cannot be pickled.
-        return {x.name: getattr(self, x.name) for x in fields(self)}
+        return {"client": self.client}
 
     @cached_property
     def _openai(self) -> Any:
-        make = required("openai", "vllm").OpenAI
-        return make(base_url=self.url, api_key=self.api_key, timeout=self.timeout)
+        make, own = required("openai", "vllm").OpenAI, self.client
+        return make(base_url=own.url, api_key=own.api_key, timeout=own.timeout)
 
     @cached_property
     def _served(self) -> Any:
@@ -89,8 +81,8 @@ class Server:
     @cached_property
     def tokenizer(self) -> Any:
         """The given tokenizer, or that of the served model."""
-        if self.given_tokenizer is not None:
-            return self.given_tokenizer
+        if self.client.tokenizer is not None:
+            return self.client.tokenizer
         return required("transformers", "vllm").AutoTokenizer.from_pretrained(self._served.root)
 
     def order(self, order: Mapping[str, Any], ids: Sequence[int] = (0,)) -> dict[str, Any]:
@@ -107,7 +99,7 @@ class Server:
         said = getattr(self._send(sent, 1, {}, **once), "kv_transfer_params", None) or {}
         if PARAMETER not in said:
             raise StoreError(
-                f"The server at {self.url} has no store of contexts. Start it with "
+                f"The server at {self.client.url} has no store of contexts. Start it with "
                 f"gracekv.vllm.kv_transfer_config(store)."
             )
         return dict(said[PARAMETER])
@@ -123,7 +115,7 @@ class Server:
         if wait:
             made = self.wait(made.name)
             if made.state != "ready":
-                reason = made.reason or f"Wait longer than {self.timeout:g} s (timeout=...)."
+                reason = made.reason or f"Wait longer than {self.client.timeout:g} s (timeout=...)."
                 raise StoreError(f"The context {made.name!r} is {made.state}. {reason}")
         return made
 
@@ -134,7 +126,7 @@ class Server:
 
     def wait(self, name: str) -> Context:
         """The context once it is made or "gone", or as it is after `timeout`."""
-        end = time.monotonic() + self.timeout
+        end = time.monotonic() + self.client.timeout
         while (made := self.find(name)).state == "compressing" and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
         return made
@@ -160,7 +152,7 @@ class Server:
             raise StoreError("The connection ended before the answer did. Send it again.")
 
     def _send(self, asked: Request, max_tokens: int, options: Mapping[str, Any], **how: Any) -> Any:
-        body = asked.body(self.named_model or str(self._served.id), max_tokens, **options)
+        body = asked.body(self.client.model or str(self._served.id), max_tokens, **options)
         plain = {name: body.pop(name) for name in ("model", "prompt", "stream") if name in body}
         with _refusals():
             # OpenAI's client does not know all of the other fields.
