@@ -228,8 +228,6 @@ def _whole(reading: Reading) -> Prefill:
     observed = reading.observations.results(reading.device, passes)
     return Prefill(
         **fields,
-        rope=record.rope(), unrotated=record.unrotated(), softcap=record.softcap,
-        sink_logits=tuple(record.sinks[layer] for layer in sorted(record.sinks)),
         other_layers=reading.others.states, observed=observed,
         query_source=None if reading.others.states else partial(queries_again, reading.model),
         logits=last, token_ids=reading.prompt.ids,

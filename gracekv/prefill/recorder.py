@@ -49,6 +49,7 @@ class Recorder:
         scale: factor of q . k.
         softcap: logit softcap, or None.
         sinks: layer -> [H] float32 sink logits; empty if the model has none.
+        table: the rotations of all positions so far. Set it if no model's hooks record them.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Recorder:
         self._spans, self._observations, self._layers = observations.spans, observations, layers
         self.query_positions = query_positions
         self._rotations: list[tuple[Tensor, Tensor]] = []
-        self._rope: Rope | None = None
+        self.table: Rope | None = None
         self._chunk = Region(0, 0)
         self._partial: PartialAttention | None = None
         self._past: Past | None = None
@@ -95,10 +96,13 @@ class Recorder:
         return self.keys[layer], self.values[layer], self.queries[layer]
 
     def fields(self) -> dict[str, Any]:
-        """The recorded tensors of all layers, as fields of a `Prefill`."""
+        """What was recorded of all layers, as fields of a `Prefill`."""
         keys, values, queries = zip(*map(self.layer, range(len(self._layers))), strict=True)
+        sinks = tuple(self.sinks[layer] for layer in sorted(self.sinks))
+        still = frozenset(i for i, layer in enumerate(self._layers) if layer.rotation == "none")
         held = {"query_positions": self.query_positions, "spans": self._spans, "scale": self.scale}
-        return {**held, "keys": keys, "values": values, "queries": queries}
+        held |= {"softcap": self.softcap, "sink_logits": sinks, "unrotated": still}
+        return {**held, "rope": self.rope(), "keys": keys, "values": values, "queries": queries}
 
     def drop(self, layer: int) -> None:
         """Forget keys, values and queries of a layer; the next layer reuses their memory."""
@@ -195,20 +199,16 @@ class Recorder:
 
     def rope(self) -> Rope:
         """The rotations of all positions so far, as passed to the model's first attention."""
-        if self._rope is None or len(self._rope.cos) < sum(len(x) for x, _ in self._rotations):
+        if self.table is None or len(self.table.cos) < sum(len(x) for x, _ in self._rotations):
             cos, sin = (torch.cat(parts) for parts in zip(*self._rotations, strict=True))
             self._rotations = [(cos, sin)]
-            self._rope = rope_of_table(cos, sin, rotating(self._layers))
-        return self._rope
+            self.table = rope_of_table(cos, sin, rotating(self._layers))
+        return self.table
 
     def rope_of(self, layer: int) -> Rope:
         """The rotations of the keys of `layer`."""
         rope, still = self.rope(), self._layers[layer].rotation == "none"
         return Rope.none(len(rope.cos), rope.cos.device) if still else rope
-
-    def unrotated(self) -> frozenset[int]:
-        """Layers without RoPE."""
-        return frozenset(i for i, layer in enumerate(self._layers) if layer.rotation == "none")
 
     def _at(self, place: dict[int, Tensor], layer: int, like: Tensor, size: int) -> Tensor:
         """The layer's tensor [.., size, d], made at the first chunk."""

@@ -13,7 +13,6 @@ from gracekv.cache.base import RaggedCache
 from gracekv.cache.joining import past_of
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import StoreError
-from gracekv.kernels.rope import Rope
 from gracekv.prefill import Prefill, Region
 from gracekv.prefill.model_layers import model_layers
 from gracekv.prefill.needs import CaptureSizes, held_positions
@@ -90,12 +89,12 @@ class Recording:
         layers = model_layers(served.model)
         self._observations = Observations(needs.observers, len(layers), self.spans)
         self._record = Recorder(self._observations, positions, layers)
+        # As in a capture, only differences of positions matter; places of `past` have position 0.
+        self._record.table = served.rope(length, device, places)
         if past is not None:
             context = RaggedCache(past.layers, past.header.length)
             self._record.follow(past_of(context, places=places), None)
         self._held = self._record.keys, self._record.values, self._record.queries
-        # As in a capture, only differences of positions matter; places of `past` have position 0.
-        self._rope, self._unrotated = served.rope(length, device, places), self._record.unrotated()
         self.failure: Exception | None = None
         sizes = CaptureSizes.of(served.model)
         self._need = sizes.held(self.spans.length, len(positions)) // shard.ranks
@@ -132,8 +131,7 @@ class Recording:
             self._run_bytes = max(self._run_bytes, rows.nbytes)
 
         def run() -> TokenRun:
-            rope = Rope.none(length, keys.device) if layer in self._unrotated else self._rope
-            return TokenRun(start, rows, keys, values, rope, scale)
+            return TokenRun(start, rows, keys, values, self._record.rope_of(layer), scale)
 
         if self._pool is None:
             self._observations.add(layer, run)
@@ -189,10 +187,5 @@ class Recording:
             raise StoreError("The engine did not compute all tokens. Send the document again.")
         fields = self._record.fields()
         self._clear()
-        return Prefill(
-            **fields,
-            rope=self._rope,
-            unrotated=self._unrotated,
-            observed=self._observations.results(fields["keys"][0].device, None),
-            shard=self._shard,
-        )
+        observed = self._observations.results(fields["keys"][0].device, None)
+        return Prefill(**fields, observed=observed, shard=self._shard)
