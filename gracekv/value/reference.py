@@ -60,6 +60,12 @@ def group_sums(prefill: Prefill, weights: dict[int, float], region: Region) -> T
     return sums
 
 
+def _moved_query(prefill: Prefill, layer: int, head: int, probe: int, to: int) -> Tensor:
+    """The query of one head at `probe`, rotated to position `to`: [d] float64."""
+    rope, query = prefill.rope_of(layer).double(), prefill.queries_at(layer, [probe])[head].double()
+    return rope.rotate(rope.unrotate(query, torch.tensor([probe])), torch.tensor([to]))[0]
+
+
 def normalised(scores: list[float], epsilon: float) -> list[float]:
     """Scores over their sum plus epsilon."""
     total = sum(scores) + epsilon
@@ -231,28 +237,24 @@ def block_replay(scorer: BlockReplay, prefill: Prefill, region: Region) -> Tenso
     """[L, G, N] float64: power means of attention from queries moved to their block's end."""
     block, power, spans = scorer.block, scorer.mean_power, prefill.spans
     total = torch.zeros(prefill.layers, prefill.kv_heads, spans.length, dtype=torch.float64)
-    for layer in range(prefill.layers):
-        rope = prefill.rope_of(layer).double()
-        for head in range(prefill.query_heads):
-            keys, following = prefill.keys[layer][head // prefill.group].double(), list[Tensor]()
-            for u in range(spans.context_start, spans.context_end):
-                start = u - (u - spans.context_start) % block
-                end = min(start + block, spans.context_end)
-                query = prefill.queries_at(layer, [u])[head].double()
-                plain = rope.unrotate(query, torch.tensor([u]))
-                moved = rope.rotate(plain, torch.tensor([end - 1]))[0]
-                asked = [t for t in range(end) if t < 4 or end - block <= t]
-                near = keys[max(start, u - scorer.near + 1) : u + 1]
-                products = torch.cat([keys[asked] @ moved, near @ query[0]])
-                row = _shares(prefill, layer, head, products)[: len(asked)]
-                row = row * (torch.tensor(asked) >= (end - block if end - block > 4 else 0))
-                total[layer, head // prefill.group, asked] += row**power / prefill.group
-                if u < end - 1 and start == spans.context_start:
-                    following.append(row[asked.index(u + 1)])
-            if following:
-                read = torch.stack(following).mean() ** power / prefill.group
-                induced = scorer.induction * read
-                total[layer, head // prefill.group, spans.context_start :] += induced
+    for layer, head in product(range(prefill.layers), range(prefill.query_heads)):
+        keys, following = prefill.keys[layer][head // prefill.group].double(), list[Tensor]()
+        for u in range(spans.context_start, spans.context_end):
+            start = u - (u - spans.context_start) % block
+            end = min(start + block, spans.context_end)
+            moved = _moved_query(prefill, layer, head, u, end - 1)
+            asked = [t for t in range(end) if t < 4 or end - block <= t]
+            near = keys[max(start, u - scorer.near + 1) : u + 1]
+            query = prefill.queries_at(layer, [u])[head, 0].double()
+            products = torch.cat([keys[asked] @ moved, near @ query])
+            row = _shares(prefill, layer, head, products)[: len(asked)]
+            row = row * (torch.tensor(asked) >= (end - block if end - block > 4 else 0))
+            total[layer, head // prefill.group, asked] += row**power / prefill.group
+            if u < end - 1 and start == spans.context_start:
+                following.append(row[asked.index(u + 1)])
+        if following:
+            read = torch.stack(following).mean() ** power / prefill.group
+            total[layer, head // prefill.group, spans.context_start :] += scorer.induction * read
     return (total[..., region.start : region.end] / region.length).pow(1 / power)
 
 
@@ -262,16 +264,12 @@ def replay(
     """[L, G, N] float64: power means over u of p_{u,t}, queries `at` moved to the last position."""
     last = prefill.spans.length - 1
     total = torch.zeros(prefill.layers, prefill.kv_heads, region.length, dtype=torch.float64)
-    for layer in range(prefill.layers):
-        rope = prefill.rope_of(layer).double()
-        for head in range(prefill.query_heads):
-            keys = prefill.keys[layer][head // prefill.group].double()
-            for u, weight in zip(at.tolist(), weights.tolist(), strict=True):
-                query = prefill.queries_at(layer, [u])[head].double()
-                plain = rope.unrotate(query, torch.tensor([u]))
-                moved = rope.rotate(plain, torch.tensor([last]))[0]
-                row = _shares(prefill, layer, head, keys @ moved)[region.start : region.end]
-                total[layer, head // prefill.group] += weight * row**power / prefill.group
+    for layer, head in product(range(prefill.layers), range(prefill.query_heads)):
+        keys = prefill.keys[layer][head // prefill.group].double()
+        for u, weight in zip(at.tolist(), weights.tolist(), strict=True):
+            moved = _moved_query(prefill, layer, head, u, last)
+            row = _shares(prefill, layer, head, keys @ moved)[region.start : region.end]
+            total[layer, head // prefill.group] += weight * row**power / prefill.group
     return total.pow(1 / power)
 
 
