@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -128,7 +128,8 @@ def grow(
     pruner.add(key, torch.ones_like(nodes.tree))
     places = torch.stack([nodes.tree, nodes.start, nodes.end])
     numbers = torch.stack([roots.distortion, relevance, weight, key, free_key])
-    levels: list[_Level] = []
+    levels: list[tuple[Tensor, ...]] = []
+    begin = 0  # of the level among the places of all levels
     while True:
         length = nodes.length * pruner.reaches(numbers[4])
         found = (length > 1).cumsum(0)
@@ -139,7 +140,7 @@ def grow(
         parents, forced = Nodes(tree, start, end, longest), forced[chosen]
         distortion, relevance, weight, key, free_key = numbers[:, chosen]
         if not len(chosen):
-            levels.append(_Level(places, numbers[:2], chosen, chosen, distortion))
+            levels.append((places, numbers[:2], chosen, chosen, distortion))
             break
         split = splitter(parents, distortion, forced) if levels else roots.split(chosen, forced)
         count = (split.start < split.end).sum(dim=1)
@@ -151,7 +152,8 @@ def grow(
             # The refiner may leave a node as a leaf.
             gain.masked_fill_(cost < 0, 0.0)
             cost.clamp_(min=1)
-        levels.append(_Level(places, numbers[:2], chosen, count, gain))
+        levels.append((places, numbers[:2], chosen + begin, count, gain))
+        begin += places.shape[1]
         size = split.start.shape
         if not size[1]:
             break
@@ -168,36 +170,22 @@ def grow(
     return _columns(batch, levels), roots.drop
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Level:
-    """The nodes of one level.
+def _columns(batch: TreeBatch, levels: list[tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    """The levels of some trees as columns of a forest; empties `levels`.
 
-    Attributes:
+    Each level is a tuple:
         places: int64 [3, n]: tree in the batch, and start and end relative to the slot. Places with
             start == end have no node.
         numbers: float64 [2, n]: distortion and relevance.
-        chosen: int64 [V], indices of the nodes that split.
+        chosen: int64 [V], indices of the nodes that split, among the places of all levels.
         count: int64 [V], their numbers of children.
         gain: float64 [V], their Delta_split, Eq. (A5).
     """
-
-    places: Tensor
-    numbers: Tensor
-    chosen: Tensor
-    count: Tensor
-    gain: Tensor
-
-
-def _columns(batch: TreeBatch, levels: list[_Level]) -> dict[str, Tensor]:
-    """The levels of some trees as columns of a forest; empties `levels`."""
-    sizes = [level.places.shape[1] for level in levels]
-    begins = torch.tensor([0, *sizes[:-1]]).cumsum(0).tolist()
-    chosen = torch.cat([x.chosen + begin for x, begin in zip(levels, begins, strict=True)])
-    places = torch.cat([x.places for x in levels], dim=1)
-    numbers = torch.cat([x.numbers for x in levels], dim=1)
-    count = torch.zeros_like(places[0]).index_copy_(0, chosen, torch.cat([x.count for x in levels]))
-    gain = torch.zeros_like(numbers[0]).index_copy_(0, chosen, torch.cat([x.gain for x in levels]))
+    sizes = [level[0].shape[1] for level in levels]
+    places, numbers, chosen, count, gain = (torch.cat(x, dim=-1) for x in zip(*levels, strict=True))
     levels.clear()
+    count = torch.zeros_like(places[0]).index_copy_(0, chosen, count)
+    gain = torch.zeros_like(numbers[0]).index_copy_(0, chosen, gain)
     number = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(count.device)
     kept = torch.nonzero(places[1] < places[2]).flatten()
     tree, start, end = places[:, kept]
