@@ -92,7 +92,7 @@ class Prototype(Distortion):
         prefill = batch.context.prefill
         inputs = EngineInputs(
             weights={x: float(getattr(self, x)) for x in ("lambda_z", "lambda_m", "epsilon")},
-            attention=ProbeAttention.of(batch, self.probes(batch.context), workspace),
+            attention=ProbeAttention(batch, self.probes(batch.context), workspace),
             batch=batch,
             rope=prefill.rope_of(batch.layers[0]).in_halves(prefill.head_dim)[0],
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -27,11 +27,16 @@ def probe_queries(prefill: Prefill, layer: int, probes: Tensor) -> Tensor:
     return queries[head, torch.arange(len(probes), device=queries.device)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class ProbeAttention:
     """Attention of P probes to the N compressible tokens of U heads (some layers' KV heads).
 
-    Tokens of all heads are concatenated, so one row index identifies a token of a head.
+    Tokens of all heads are concatenated, so one row index identifies a token of a head. The large
+    tensors are in `workspace.persistent`: the next `ProbeAttention` in it overwrites them.
+
+    Args:
+        batch: the trees of some layers.
+        probes: int64 [n] ascending; those that see no token of the region are dropped.
+        workspace: its persistent memory is used.
 
     Attributes:
         positions: int64 [P] ascending probe positions.
@@ -49,25 +54,7 @@ class ProbeAttention:
         first_probe: int64 [N+1], the first probe that sees each token (and the region's end).
     """
 
-    positions: Tensor
-    queries: Tensor
-    max_logit: Tensor
-    inverse_sum: Tensor
-    exponentials: Tensor
-    mass: Tensor
-    unrotated_keys: Tensor
-    key_norms: Tensor
-    values: Tensor
-    scores: Tensor
-    visible_probes: Tensor
-    first_probe: Tensor
-
-    @classmethod
-    def of(cls, batch: TreeBatch, probes: Tensor, workspace: Workspace) -> ProbeAttention:
-        """Gather some layers; `probes` int64 [n] that see no token of the region are dropped.
-
-        The large tensors are in `workspace.persistent`: the next call with it overwrites them.
-        """
+    def __init__(self, batch: TreeBatch, probes: Tensor, workspace: Workspace) -> None:
         layers, prefill = batch.layers, batch.context.prefill
         region, device = batch.context.partition.region, prefill.keys[layers[0]].device
         # Query heads alternate over all probes, so probes are dropped afterwards.
@@ -75,7 +62,7 @@ class ProbeAttention:
         queries = queries[:, probes >= region.start] * prefill.scale
         probes = probes[probes >= region.start]
         masked = int((probes < region.end - 1).sum())
-        probes = probes.to(device)
+        self.positions = probes = probes.to(device)
         heads, tokens, dim = len(queries), region.length, prefill.head_dim
         buffer = workspace.persistent
         buffer.reserve(heads * tokens * (len(probes) + 2 * dim))
@@ -86,34 +73,27 @@ class ProbeAttention:
         _head_products(keys, queries, logits)
         capped(logits, prefill.softcap)
         logits[..., :masked].masked_fill_(positions[:, None] > probes[:masked], -torch.inf)
-        max_logit = logits.amax(dim=1)
-        exponentials = logits.sub_(max_logit[:, None]).exp_()
-        inverse_sum = 1.0 / exponentials.sum(dim=1)
+        self.max_logit = logits.amax(dim=1)
+        exponentials = logits.sub_(self.max_logit[:, None]).exp_()
+        self.inverse_sum = 1.0 / exponentials.sum(dim=1)
+        self.exponentials = exponentials.flatten(0, 1)
+        self.mass = _weighted_sum(exponentials, self.inverse_sum)
         rope = prefill.rope_of(layers[0])
         unrotated = rope.unrotate(keys, positions, out=buffer.take(heads, tokens, dim))
         _, order = rope.in_halves(dim)
         if order is not None:
             order = order.to(device)
             queries, unrotated = queries[..., order], unrotated[..., order]
+        self.queries = queries
+        self.unrotated_keys = unrotated.flatten(0, 1)
+        self.key_norms = unrotated.norm(dim=-1).flatten()
         # Rotated keys are not read again, so values reuse their memory.
-        values = keys
-        _copy([prefill.values[layer] for layer in layers], region, values)
+        _copy([prefill.values[layer] for layer in layers], region, keys)
+        self.values = keys.flatten(0, 1)
+        self.scores = batch.scores.float().flatten()
         bounds = torch.arange(region.start, region.end + 1, device=device)
-        first_probe = torch.searchsorted(probes, bounds)
-        return cls(
-            positions=probes,
-            queries=queries,
-            max_logit=max_logit,
-            inverse_sum=inverse_sum,
-            exponentials=exponentials.flatten(0, 1),
-            mass=_weighted_sum(exponentials, inverse_sum),
-            unrotated_keys=unrotated.flatten(0, 1),
-            key_norms=unrotated.norm(dim=-1).flatten(),
-            values=values.flatten(0, 1),
-            scores=batch.scores.float().flatten(),
-            visible_probes=(len(probes) - first_probe[:-1]).float(),
-            first_probe=first_probe,
-        )
+        self.first_probe = torch.searchsorted(probes, bounds)
+        self.visible_probes = (len(probes) - self.first_probe[:-1]).float()
 
 
 def _copy(layers: list[Tensor], region: Region, out: Tensor) -> None:
@@ -150,7 +130,7 @@ probe's largest exponential the distortion is huge anyway, and its square over e
 finite in float32."""
 
 
-# Fields of `ProbeAttention` that not all kernels read.
+# Attributes of `ProbeAttention` that not all kernels read.
 _UNREAD = ("positions", "mass")
 
 
@@ -173,10 +153,9 @@ class EngineInputs:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of `attention` that kernels read, by name; and cos and sin [T, d_rot]."""
-        held = self.attention
-        kept = {x.name: getattr(held, x.name) for x in fields(held) if x.name not in _UNREAD}
+        kept = {name: x for name, x in vars(self.attention).items() if name not in _UNREAD}
         # A model on several devices has its table on the first layer's.
-        cos, sin = (x.to(held.values.device) for x in (self.rope.cos, self.rope.sin))
+        cos, sin = (x.to(self.attention.values.device) for x in (self.rope.cos, self.rope.sin))
         return kept | {"cos": cos, "sin": sin}
 
     def numbers(self) -> dict[str, Any]:
