@@ -13,12 +13,14 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import ge, gt, le, lt
 from typing import Any
 
 from gracekv.errors import ConfigError
 
 _KEY = "gracekv.bounds"
 _LARGEST = sys.float_info.max
+_LIMITS = {"at_least": (">=", ge), "at_most": ("<=", le), "above": (">", gt), "below": ("<", lt)}
 _KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}
 
 
@@ -44,28 +46,22 @@ class Bounds:
     distinct: bool = False
     hint: str = ""
 
+    def _limits(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
+        """Sign, comparison and number of each limit that is set."""
+        numbers = ((*x, getattr(self, name)) for name, x in _LIMITS.items())
+        return [(sign, fits, limit) for sign, fits, limit in numbers if limit is not None]
+
     def allow(self, value: float) -> bool:
         """Whether one number is within the bounds; NaN never is."""
         finite = abs(value) <= _LARGEST or value == self.at_most
-        return (
-            finite
-            and (self.at_least is None or value >= self.at_least)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-            and (not self.odd or value % 2 == 1)
-        )
+        inside = all(fits(value, limit) for _, fits, limit in self._limits())
+        return finite and inside and (not self.odd or value % 2 == 1)
 
     def __str__(self) -> str:
-        parts = ["odd"] * self.odd
+        parts = [f"{sign} {limit}" for sign, _, limit in self._limits()]
         if self.at_least is not None and self.at_most is not None:
-            parts.append(f"from {self.at_least} to {self.at_most}")
-        else:
-            parts += [f">= {self.at_least}"] * (self.at_least is not None)
-            parts += [f"<= {self.at_most}"] * (self.at_most is not None)
-        parts += [f"> {self.above}"] * (self.above is not None)
-        parts += [f"< {self.below}"] * (self.below is not None)
-        return " and ".join(parts) or "finite"
+            parts[:2] = [f"from {self.at_least} to {self.at_most}"]
+        return " and ".join(["odd"] * self.odd + parts) or "finite"
 
 
 def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
