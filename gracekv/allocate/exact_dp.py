@@ -64,14 +64,14 @@ class _Problem:
 
     Attributes:
         index: int64 [n], their indices among all operations.
-        parent: int64 [n], index of the parent among them; -1 if it is executed or there is none.
+        end: int64 [n], where the subtree of each ends.
         gain: float64 [n], clipped at 0.
         cost: int64 [n].
         head: int64 [n].
     """
 
     index: Tensor
-    parent: np.ndarray
+    end: np.ndarray
     gain: np.ndarray
     cost: np.ndarray
     head: np.ndarray
@@ -82,7 +82,12 @@ class _Problem:
         index = offered.nonzero().flatten()
         index = index[torch.argsort(ops.tie_order(index))] if len(index) else index
         columns = ops.parents_among(index), ops.gain[index], ops.cost[index], ops.head(index)
-        return cls(index, *(column.cpu().numpy() for column in columns))
+        parent, *rest = (column.cpu().numpy() for column in columns)
+        end = np.arange(1, len(index) + 1)
+        for i in range(len(index) - 1, -1, -1):
+            if parent[i] >= 0:
+                end[parent[i]] = max(end[parent[i]], end[i])
+        return cls(index, end, *rest)
 
 
 def _solve(problem: _Problem, budget: int, caps: Tensor | None) -> np.ndarray:
@@ -116,19 +121,9 @@ def _solve(problem: _Problem, budget: int, caps: Tensor | None) -> np.ndarray:
     return take
 
 
-def _subtree_ends(problem: _Problem, part: slice) -> list[int]:
-    """Where the subtree of each operation of `part` ends, relative to the start of the part."""
-    count = part.stop - part.start
-    ends = list(range(1, count + 1))
-    for i in range(count - 1, -1, -1):
-        if (above := int(problem.parent[part.start + i])) >= 0:
-            ends[above - part.start] = max(ends[above - part.start], ends[i])
-    return ends
-
-
 def _table(problem: _Problem, part: slice, cap: int) -> np.ndarray:
     """float64 [n + 1, cap + 1]: best value of the operations from i on within b entries."""
-    ends = _subtree_ends(problem, part)
+    ends = problem.end[part] - part.start
     table = np.zeros((len(ends) + 1, cap + 1))
     for i in range(len(ends) - 1, -1, -1):
         gain, cost = problem.gain[part.start + i], int(problem.cost[part.start + i])
@@ -140,7 +135,7 @@ def _table(problem: _Problem, part: slice, cap: int) -> np.ndarray:
 
 def _trace(problem: _Problem, part: slice, table: np.ndarray, room: int) -> np.ndarray:
     """bool [n]: the choice behind table[0, room]."""
-    ends = _subtree_ends(problem, part)
+    ends = problem.end[part] - part.start
     take = np.zeros(len(ends), dtype=bool)
     i = 0
     while i < len(ends):
