@@ -136,86 +136,63 @@ def _within_limits(ops: Operations, offers: Tensor, key: Tensor, limits: Tensor)
 def _finish(
     ops: Operations, executed: Tensor, room: RemainingBudget, elastic: bool, shard: HeadShard
 ) -> Tensor:
-    """bool [M]: `executed` and what the priority queue adds to it, run on a shortlist."""
+    """bool [M]: `executed` and what the priority queue adds to it, run on a shortlist.
+
+    The queue holds the highest unit utility first, then the tie order. A discarded operation may be
+    offered again; it still does not fit.
+    """
     if room.total == 0:
         return executed
-    queue = PurchaseQueue(ops, executed, room, elastic, shard)
-    buy_in_turn(queue.first, queue.buy, room.total, shard)
-    return queue.executed()
+    index = _shortlist(ops, executed, room, elastic)
+    # Only these trees can still change, so only they are copied to the host.
+    touched = torch.zeros(ops.forest.trees, dtype=torch.bool, device=index.device)
+    touched[ops.tree[index]] = True
+    local = where_true(touched.index_select(0, ops.tree))
+    parent = ops.parent[local]
+    columns = [
+        ops.cost[local],
+        ops.head(local),
+        _trees_among_all(ops, local, shard),
+        ops.forest.start[ops.node[local]],
+        # Parents never decrease, so an operation's children are a range.
+        torch.searchsorted(parent, local),
+        torch.searchsorted(parent, local, right=True),
+    ]
+    cost, head, trees, first_token, child_begin, child_end = torch.stack(columns).tolist()
+    negative_unit = (-ops.unit[local]).tolist()
+    order = list(zip(negative_unit, trees, first_token, range(len(local)), strict=True))
+    per_head = None if room.per_head is None else room.per_head.tolist()
+    chosen = list[int]()
+    queue = [order[i] for i in torch.searchsorted(local, index).tolist()]
+    heapq.heapify(queue)
 
-
-class PurchaseQueue:
-    """A priority queue over a shortlist: the highest unit utility first, then the tie order.
-
-    A discarded operation may be offered again; it still does not fit.
-
-    Args:
-        ops: all operations.
-        done: bool [M], the operations bought so far.
-        room: the remaining budget.
-        elastic: whether operations of gain <= 0 are never bought.
-        shard: numbers the trees of all processes.
-    """
-
-    def __init__(
-        self, ops: Operations, done: Tensor, room: RemainingBudget, elastic: bool, shard: HeadShard
-    ) -> None:
-        index = _shortlist(ops, done, room, elastic)
-        # Only these trees can still change, so only they are copied to the host.
-        touched = torch.zeros(ops.forest.trees, dtype=torch.bool, device=index.device)
-        touched[ops.tree[index]] = True
-        self._local = local = where_true(touched.index_select(0, ops.tree))
-        parent = ops.parent[local]
-        columns = [
-            ops.cost[local],
-            ops.head(local),
-            _trees_among_all(ops, local, shard),
-            ops.forest.start[ops.node[local]],
-            # Parents never decrease, so an operation's children are a range.
-            torch.searchsorted(parent, local),
-            torch.searchsorted(parent, local, right=True),
-        ]
-        self._cost, self._head, tree, first_token, *children = torch.stack(columns).tolist()
-        self._child_begin, self._child_end = children
-        negative = (-ops.unit[local]).tolist()
-        self._order = list(zip(negative, tree, first_token, range(len(local)), strict=True))
-        self._per_head = None if room.per_head is None else room.per_head.tolist()
-        self._elastic, self._done = elastic, done
-        self._chosen: list[int] = []
-        self._queue = [self._order[i] for i in torch.searchsorted(local, index).tolist()]
-        heapq.heapify(self._queue)
-
-    def first(self, total: int) -> tuple[float, int, int] | None:
+    def first(total: int) -> tuple[float, int, int] | None:
         """Unit utility, tree and cost of the first operation that fits in `total` entries.
 
         Operations that cost more are discarded with their descendants. None if nothing is left.
         """
-        while self._queue:
-            negative, tree, _, i = self._queue[0]
-            if self._elastic and negative >= 0:
-                self._queue.clear()
+        while queue:
+            negative, tree, _, i = queue[0]
+            if elastic and negative >= 0:
                 break
-            cost = self._cost[i]
-            if cost <= total and (self._per_head is None or cost <= self._per_head[self._head[i]]):
-                return -negative, tree, cost
-            heapq.heappop(self._queue)
+            if cost[i] <= total and (per_head is None or cost[i] <= per_head[head[i]]):
+                return -negative, tree, cost[i]
+            heapq.heappop(queue)
         return None
 
-    def buy(self) -> None:
+    def buy() -> None:
         """Execute what `first` returned; its children may follow."""
-        i = heapq.heappop(self._queue)[3]
-        self._chosen.append(i)
-        if self._per_head is not None:
-            self._per_head[self._head[i]] -= self._cost[i]
-        for child in range(self._child_begin[i], self._child_end[i]):
-            heapq.heappush(self._queue, self._order[child])
+        i = heapq.heappop(queue)[3]
+        chosen.append(i)
+        if per_head is not None:
+            per_head[head[i]] -= cost[i]
+        for child in range(child_begin[i], child_end[i]):
+            heapq.heappush(queue, order[child])
 
-    def executed(self) -> Tensor:
-        """bool [M]: all operations bought, before and by this queue."""
-        result = self._done.clone()
-        chosen = torch.tensor(self._chosen, dtype=torch.int64, device=self._local.device)
-        result[self._local[chosen]] = True
-        return result
+    buy_in_turn(first, buy, room.total, shard)
+    result = executed.clone()
+    result[local[torch.tensor(chosen, dtype=torch.int64, device=local.device)]] = True
+    return result
 
 
 def _shortlist(ops: Operations, executed: Tensor, room: RemainingBudget, elastic: bool) -> Tensor:
