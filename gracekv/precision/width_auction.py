@@ -52,10 +52,6 @@ class WidthCosts:
         shared = torch.tensor(self.block, dtype=torch.float64) / self.per_block
         return torch.tensor(self.entry, dtype=torch.float64) + shared
 
-    def blocks(self, counts: Tensor) -> Tensor:
-        """int64 [any shape]: number of blocks for `counts` (int64) entries of a head and width."""
-        return ragged.blocks(counts, self.per_block)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
@@ -105,10 +101,37 @@ def allocated_widths(
     rest = (operation.entry << 16 | operation.source << 8 | operation.target)[bought:]
     levels, rest = torch.cat([entries.head << 8 | level, rest]).cpu().split([len(level), len(rest)])
     # The order is only needed with several processes.
-    order = [x[bought:] for x in (operation.rate, operation.tie)] if shard.ranks > 1 else [rest] * 2
-    waiting = _Waiting(levels, rest, order, costs)
-    buy_in_turn(waiting.first, waiting.buy, spare, shard)
-    return waiting.level
+    rate, tie = (x[bought:] if shard.ranks > 1 else rest for x in (operation.rate, operation.tie))
+    head, level = levels >> 8, levels & 255
+    entry, source, target = rest >> 16, rest >> 8 & 255, rest & 255
+    of_operation, width = head[entry], len(costs.bits) + 1
+    heads = int(head[-1]) + 1 if len(head) else 0
+    counts = torch.bincount(head * width + level, minlength=heads * width).view(heads, width)
+    price, block = torch.tensor((0, *costs.entry)), torch.tensor((0, *costs.block))
+    # Costs follow from head, level before and level after.
+    kind = (of_operation * width + source) * width + target
+    waiting, at = level[entry] == source, 0
+
+    def first(left: int) -> tuple[float, int, int] | None:
+        nonlocal at
+        blocks, fewer, more = (ragged.blocks(counts + x, costs.per_block) for x in (0, -1, 1))
+        paid, freed = price + block * (more - blocks), price + block * (blocks - fewer)
+        cost = (paid[:, None] - freed[:, :, None]).flatten()
+        fits = (waiting & (cost <= left)[kind]).nonzero()
+        if not len(fits):
+            return None
+        at = int(fits[0])
+        return float(rate[at]), int(tie[at]), int(cost[kind[at]])
+
+    def buy() -> None:
+        level[entry[at]] = target[at]
+        counts[of_operation[at], source[at]] -= 1
+        counts[of_operation[at], target[at]] += 1
+        same = entry == entry[at]
+        waiting[same] = source[same] == target[at]
+
+    buy_in_turn(first, buy, spare, shard)
+    return level
 
 
 def widths_by_head(entries: Entries, costs: WidthCosts, budget: int) -> Tensor:
@@ -185,10 +208,10 @@ class _Operations:
         by_head, first = _by_head(entries.head[self.entry], len(entries.loss))
         for width, block in enumerate(costs.block, start=1):
             if block:
-                step = (self.target == width).long() - (self.source == width).long()
-                count = _running(step[by_head], first)
-                opened = costs.blocks(count) - costs.blocks(count - step[by_head])
-                change[by_head] += block * opened
+                step = ((self.target == width).long() - (self.source == width).long())[by_head]
+                count = _running(step, first)
+                now, before = (ragged.blocks(x, costs.per_block) for x in (count, count - step))
+                change[by_head] += block * (now - before)
         return change
 
 
@@ -207,54 +230,3 @@ def rates(loss: Tensor, costs: WidthCosts) -> Tensor:
     steps = range(1, len(bytes_))
     slopes = [chords[:, :step, step:].amax(dim=2).amin(dim=1) for step in steps]
     return torch.stack(slopes, dim=1).clamp_(min=0)
-
-
-class _Waiting:
-    """The operations that may still fit; `first` and `buy` are for `ranking.buy_in_turn`.
-
-    Args:
-        entries: int64 [E], 256 times the head of each entry, plus its level.
-        ops: int64 [M], those not yet bought: 65,536 times the entry, plus 256 times the level
-            before, plus the level after.
-        order: rate and tie [M], which `ranking.first_offer` compares.
-        costs: bytes of the widths.
-
-    Attributes:
-        level: int64 [E], the level of each entry; purchases raise it.
-    """
-
-    def __init__(
-        self, entries: Tensor, ops: Tensor, order: Sequence[Tensor], costs: WidthCosts
-    ) -> None:
-        head, self.level = entries >> 8, entries & 255
-        self._costs, self._order = costs, order
-        self._entry, self._source, self._target = ops >> 16, ops >> 8 & 255, ops & 255
-        self._head = head[self._entry]
-        levels, heads = len(costs.bits) + 1, int(head[-1]) + 1 if len(head) else 0
-        counts = torch.bincount(head * levels + self.level, minlength=heads * levels)
-        self._counts = counts.view(heads, levels)
-        # Costs follow from head, level before and level after.
-        self._kind = (self._head * levels + self._source) * levels + self._target
-        self._waiting = self.level[self._entry] == self._source
-        self._chosen = 0
-
-    def first(self, left: int) -> tuple[float, int, int] | None:
-        counts, blocks = self._counts, self._costs.blocks
-        price, block = torch.tensor((0, *self._costs.entry)), torch.tensor((0, *self._costs.block))
-        grown = block * (blocks(counts + 1) - blocks(counts))
-        shrunk = block * (blocks(counts) - blocks(counts - 1))
-        cost = ((price + grown)[:, None] - (price + shrunk)[:, :, None]).flatten()
-        fits = (self._waiting & (cost <= left)[self._kind]).nonzero()
-        if not len(fits):
-            return None
-        at = self._chosen = int(fits[0])
-        rate, tie = self._order
-        return float(rate[at]), int(tie[at]), int(cost[self._kind[at]])
-
-    def buy(self) -> None:
-        at = self._chosen
-        self.level[self._entry[at]] = self._target[at]
-        self._counts[self._head[at], self._source[at]] -= 1
-        self._counts[self._head[at], self._target[at]] += 1
-        of_entry = self._entry == self._entry[at]
-        self._waiting[of_entry] = self._source[of_entry] == self._target[at]
