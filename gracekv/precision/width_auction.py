@@ -99,7 +99,8 @@ def allocated_widths(
     # The rest is bought one by one, so on the CPU; head and level of an entry, or an operation, are
     # packed into one number, since copies from a GPU are slow.
     rest = (operation.entry << 16 | operation.source << 8 | operation.target)[bought:]
-    levels, rest = torch.cat([entries.head << 8 | level, rest]).cpu().split([len(level), len(rest)])
+    packed = torch.cat([entries.head << 8 | level, rest]).cpu()
+    levels, rest = packed[: len(level)], packed[len(level) :]
     # The order is only needed with several processes.
     rate, tie = (x[bought:] if shard.ranks > 1 else rest for x in (operation.rate, operation.tie))
     head, level = levels >> 8, levels & 255
