@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial, reduce
 from importlib.metadata import version
-from itertools import zip_longest
+from itertools import repeat
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ import torch
 
 from gracekv import compress
 from gracekv.allocate import Budget
-from gracekv.decode import Limit
 from gracekv.errors import TaskError
 from gracekv.evaluate.answers import AnswerOutputs, compare, greedy, teacher_force
 from gracekv.evaluate.experiment import Cell, Panel, PendingSample
@@ -183,36 +182,27 @@ class Worker:
         # Compressed once, however many questions there are.
         prompt, prefill = prepared.compressed, prepared.prefill
         result = compress(self.model, prompt, prefill=prefill, pipeline=pipeline, budget=budget)
-        pairs = zip_longest(prepared.questions, prepared.full)
-        each = [self._ask(panel, task, question, full, result, limit) for question, full in pairs]
-        return cost_fields(result) | (each[0] if len(each) == 1 else over_questions(each))
 
-    def _ask(
-        self,
-        panel: Panel,
-        task: Task,
-        question: Rendered,
-        full: AnswerOutputs | None,
-        result: CompressionResult,
-        limit: Limit | None,
-    ) -> dict[str, Any]:
-        """Fidelity and answer of one question over the compressed cache."""
-        row: dict[str, Any] = {}
-        ids, answer = question.prompt.ids, question.answer_ids
-        if full is not None:
-            cache = result.new_cache(limit)
-            forced = teacher_force(self.model, ids, answer, cache)
-            row["fidelity"] = compare(forced, full, answer)
-            if limit is not None:
-                parts = (slice(x, x + limit.every) for x in range(0, len(answer), limit.every))
-                each = [compare(forced.part(x), full.part(x), answer[x]) for x in parts]
-                row["by_interval"] = each
-        if panel.generate:
-            sample, cache, cap = question.sample, result.new_cache(limit), _cap(panel, task)
-            text, tokens, seconds = greedy(self.model, self.tokenizer, ids, cache, sample, cap)
-            row |= {"prediction": text, "score": score(sample, text), "new_tokens": tokens}
-            row["ms_per_token"] = 1000 * seconds / tokens
-        return row
+        def ask(question: Rendered, full: AnswerOutputs | None) -> dict[str, Any]:
+            """Fidelity and answer of one question over the compressed cache."""
+            row: dict[str, Any] = {}
+            ids, answer = question.prompt.ids, question.answer_ids
+            if full is not None:
+                forced = teacher_force(self.model, ids, answer, result.new_cache(limit))
+                row["fidelity"] = compare(forced, full, answer)
+                if limit is not None:
+                    parts = (slice(x, x + limit.every) for x in range(0, len(answer), limit.every))
+                    each = [compare(forced.part(x), full.part(x), answer[x]) for x in parts]
+                    row["by_interval"] = each
+            if panel.generate:
+                sample, cache, cap = question.sample, result.new_cache(limit), _cap(panel, task)
+                text, tokens, seconds = greedy(self.model, self.tokenizer, ids, cache, sample, cap)
+                row |= {"prediction": text, "score": score(sample, text), "new_tokens": tokens}
+                row["ms_per_token"] = 1000 * seconds / tokens
+            return row
+
+        each = list(map(ask, prepared.questions, prepared.full or repeat(None)))
+        return cost_fields(result) | (each[0] if len(each) == 1 else over_questions(each))
 
 
 def _cap(panel: Panel, task: Task) -> int:
