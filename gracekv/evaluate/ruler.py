@@ -26,8 +26,6 @@ _ZETA_2 = math.pi**2 / 6
 # RULER draws depths from 40 evenly spaced percentages of the text.
 _DEPTHS = tuple(i / 39 for i in range(40))
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
-# Lines of vt's demonstration, as RULER's search for at most 500 tokens finds them: one step.
-_DEMONSTRATION = {"long": 10, "short": 5}
 
 
 def family(name: str, length: int, index: int, sources: Sources) -> Family:
@@ -181,7 +179,8 @@ def chains(task: Mapping[str, Any], length: int) -> Family:
     The demonstration, a solved instance with shorter names, precedes the instruction and is never
     compressed (ours; RULER has no compression).
     """
-    lines = _DEMONSTRATION["long" if length >= 4096 else "short"]
+    # Lines of the demonstration, as RULER's search for at most 500 tokens finds them: one step.
+    lines = 10 if length >= 4096 else 5
     names = task["args"]["num_hops"] + 1
 
     def instance(sentences: int, letters_per_name: int, rng: Random) -> Texts:
