@@ -1,5 +1,7 @@
 """Attention of a chunk in one call without a mask, against a masked one."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -50,17 +52,13 @@ def test_what_flash_attention_does_not_take_goes_to_another_kernel(monkeypatch):
 
 
 def test_its_mask_is_no_tensor_of_chunk_times_prompt(monkeypatch):
-    masks = []
-
-    def kernel(query, *_, attn_mask, **__):
-        masks.append(attn_mask)
-        return query
-
+    kernel = Mock(side_effect=lambda query, *_, **__: query)
     monkeypatch.setattr(partial_attention, "scaled_dot_product_attention", kernel)
     monkeypatch.setattr(partial_attention, "_takes_flash", lambda *_: True)
     causal_attention(*states(0, rows=50, length=90), scale=0.3)
-    assert (masks[0].seq_len_q, masks[0].seq_len_kv) == (50, 90)
-    assert masks[0].untyped_storage().nbytes() < 100
+    mask = kernel.call_args.kwargs["attn_mask"]
+    assert (mask.seq_len_q, mask.seq_len_kv) == (50, 90)
+    assert mask.untyped_storage().nbytes() < 100
 
 
 def cudnn(query, keys, values, bias, log_sumexp, dropout, causal, debug, *, scale):
@@ -81,13 +79,9 @@ def test_hoppers_cudnn_attends_in_two_parts(monkeypatch, before, least):
     monkeypatch.setattr(partial_attention, "_LEAST_SPLIT", least)
     monkeypatch.setattr(partial_attention, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: True)
-    calls = []
-
-    def noted(query, keys, *args, **own):
-        calls.append(keys.shape[2])
-        return cudnn(query, keys, *args, **own)
-
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", noted)
+    kernel = Mock(side_effect=cudnn)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", kernel)
     output = causal_attention(*given, scale=0.3)
     torch.testing.assert_close(output.double(), expected(*given, 0.3), rtol=0.02, atol=0.02)
-    assert calls == ([before, 6] if before and least == 6 else [])
+    read = [call.args[1].shape[2] for call in kernel.call_args_list]
+    assert read == ([before, 6] if before and least == 6 else [])
