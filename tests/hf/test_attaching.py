@@ -1,6 +1,7 @@
 """Attaching to a model and restoring it; what importing registers."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -136,17 +137,12 @@ def test_detaching_a_copy_leaves_nothing_and_the_original_as_it_is():
 
 
 def test_a_users_own_sdpa_is_called_before_and_after(monkeypatch):
-    calls, model = [], tiny_llama()
-
-    def own(*args, **kwargs):
-        calls.append(len(calls))
-        return sdpa_attention_forward(*args, **kwargs)
-
+    own, model = Mock(side_effect=sdpa_attention_forward), tiny_llama()
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", own)
     for run in (model, lambda ids: gracekv.capture(model, PROMPT), model):
         run(PROMPT.ids[None])
-        assert len(calls) == len(model.model.layers)
-        calls.clear()
+        assert own.call_count == len(model.model.layers)
+        own.reset_mock()
         attach(model)
 
 
