@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from gracekv.backends import AttentionStep, Triton, triton_attention
 from gracekv.backends.reference import attention
@@ -109,22 +110,17 @@ def test_operator_keeps_torch_contract(tail_length):
 
 
 def test_compiles_whole_and_not_again_while_the_tail_grows():
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    recorder = EagerAndRecordGraphs()
     problem = attention_problem(5, [40, 8], group=2, tail=30)
     prepared = BACKEND.prepare(problem.packed)
 
     def step(query, keys, values):
         return BACKEND(AttentionStep(query * 2, prepared, keys, values, 0.125)).transpose(1, 2) + 1
 
-    compiled = torch.compile(step, fullgraph=True, backend=count)
+    compiled = torch.compile(step, fullgraph=True, backend=recorder)
     for length in range(3, 12):
         tail = problem.keys[:, :, :length], problem.values[:, :, :length]
         torch.testing.assert_close(compiled(problem.query, *tail), step(problem.query, *tail))
     # The second length shows that it varies; from then on it is a symbol.
-    assert len(graphs) <= 2
-    assert any("ragged_attention" in str(node.target) for node in graphs[-1].graph.nodes)
+    assert len(recorder.graphs) <= 2
+    assert any("ragged_attention" in str(node.target) for node in recorder.graphs[-1].graph.nodes)
