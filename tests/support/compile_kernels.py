@@ -13,32 +13,28 @@ from multiprocessing import get_context
 
 def kernels(rooms):
     """Functions that return a compiled kernel, and the dtypes that they take; slowest first."""
-    for kernel, dtypes in every_kernel():
-        if not rooms or kernel.__module__.split(".")[1] in rooms:
-            yield kernel, dtypes
-
-
-def every_kernel():
     from gracekv.backends.numba_kernel import attend
     from gracekv.kernels.intrinsics import NUMBERS
     from gracekv.kernels.softmax_sums_numba import pack_keys, reduce_columns
     from gracekv.tree.engines.numba_kernel import distortion_kernel
     from gracekv.vllm.numba_kernel import work_kernel
 
-    yield attend, NUMBERS
-    yield distortion_kernel, ()
-    yield work_kernel, NUMBERS
-    yield reduce_columns, ()
-    yield pack_keys, NUMBERS
+    without_dtypes = distortion_kernel, reduce_columns
+    every = attend, distortion_kernel, work_kernel, reduce_columns, pack_keys
+    return [
+        (kernel, () if kernel in without_dtypes else NUMBERS)
+        for kernel in every
+        if not rooms or kernel.__module__.split(".")[1] in rooms
+    ]
 
 
 def compile_all(number):
     """Compile a kernel for all its dtypes in one process, since they share an index on disk."""
-    kernel, dtypes = list(kernels(sys.argv[1:]))[number]
+    kernel, dtypes = kernels(sys.argv[1:])[number]
     for arguments in [(dtype,) for dtype in dtypes] or [()]:
         kernel(*arguments)
 
 
 if __name__ == "__main__" and importlib.util.find_spec("numba"):
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        list(pool.map(compile_all, range(len(list(kernels(sys.argv[1:]))))))
+        list(pool.map(compile_all, range(len(kernels(sys.argv[1:])))))
