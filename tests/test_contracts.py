@@ -80,15 +80,10 @@ def test_what_compares_layers_without_saying_so_is_named(monkeypatch, spoiled):
     monkeypatch.setattr(OutputProjection, "compares_layers", False)
     with pytest.raises(AssertionError, match="'output_projection' compares layers"):
         contracts.check_stage(OutputProjection(), seed=0)
-
-    def relative(self, scores, plan):
-        return (1000 * scores.mean(dim=-1) / scores.mean()).long()
-
-    monkeypatch.setattr(PerHead, "__call__", relative)
+    monkeypatch.setattr(PerHead, "__call__", lambda _, x, plan: (9 * x.mean(-1) / x.mean()).long())
     with pytest.raises(AssertionError, match="other caps: it compares layers"):
         contracts.check_stage(PerHead(), seed=0)
-    hiding = Spoiled()
-    object.__setattr__(hiding, "first", SCORERS.build("multi_hop"))
+    object.__setattr__(hiding := Spoiled(), "first", SCORERS.build("multi_hop"))
     with pytest.raises(AssertionError, match="not in `parts`"):
         contracts.check_stage(hiding, seed=0)
 

@@ -23,7 +23,7 @@ from gracekv.prefill.needs import prompt_samples
 from gracekv.registry import bounded
 from gracekv.testing import contracts, synthetic_prefill
 from gracekv.testing.models import tiny_llama
-from gracekv.value import SCORERS, Mixture, Scorer, ValueNorm
+from gracekv.value import SCORERS, MeanAttention, Mixture, Scorer, ValueNorm
 from gracekv.value.base import attention_sums
 
 
@@ -346,18 +346,12 @@ def test_a_backend_that_forgets_a_part_of_the_step_is_found(forgets):
         contracts.check(Forgetful())
 
 
-def test_a_scorer_that_occurs_twice_notes_each_layer_once():
-    @SCORERS.register("counting")
-    @dataclass(frozen=True)
-    class Counting(Scorer):
-        """A state that grows with the layers."""
-
-        def layer(self, capture, region, memory):
-            memory[self] = memory.get(self, 0) + 1.0
-            return capture.values.new_full((capture.kv_heads, region.length), memory[self])
-
+def test_a_scorer_that_occurs_twice_scores_each_layer_once(monkeypatch):
+    layers, real = [], MeanAttention.layer
+    monkeypatch.setattr(
+        MeanAttention, "layer", lambda own, x, *rest: layers.append(x.number) or real(own, x, *rest)
+    )
     prefill = synthetic_prefill(seed=0)
-    region = Region(prefill.spans.context_start, prefill.spans.context_end)
-    each = Counting(), ValueNorm(scorer=Counting())
-    alone, weighted, both = (x(prefill, region).scores for x in (*each, Mixture(each, rule="sum")))
-    assert torch.allclose(both, (alone + weighted) / 2)
+    mixed = Mixture((MeanAttention(), ValueNorm(scorer=MeanAttention())))
+    mixed(prefill, Region(prefill.spans.context_start, prefill.spans.context_end))
+    assert layers == [*range(prefill.layers)]

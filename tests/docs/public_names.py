@@ -62,15 +62,12 @@ def described(text, name):
     return found[2] if found else ""
 
 
-def public_files():
-    """Every module except the commands', whose docstrings --help prints."""
-    return [p for p in sorted(PACKAGE.rglob("*.py")) if not p.name.endswith("commands.py")]
-
-
 def classes_and_functions(files=None):
     """Everything public in `gracekv/`, in order of files."""
     classes, functions = [], []
-    for path in files or public_files():
+    # Except the commands, whose docstrings --help prints.
+    every = (p for p in sorted(PACKAGE.rglob("*.py")) if not p.name.endswith("commands.py"))
+    for path in files or every:
         inside = path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else path.name
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):

@@ -171,13 +171,17 @@ LOOK = """() => {
 }"""
 
 
-def test_pages_in_a_browser(browser, server, site, built):
+@pytest.fixture
+def tab(browser):
+    with browser.new_page() as tab:
+        tab.set_default_timeout(120_000)
+        yield tab
+
+
+def test_pages_in_a_browser(tab, server, site, built):
     address, refused = server
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     faults, place = [], ""
-    context = browser.new_context()
-    tab = context.new_page()
-    tab.set_default_timeout(120_000)
     tab.on("console", lambda m: m.type in ("error", "warning") and faults.append((place, m.text)))
     tab.on("pageerror", lambda error: faults.append((place, str(error))))
     tab.on("request", lambda r: r.url.startswith(address) or faults.append((place, r.url)))
@@ -200,19 +204,14 @@ def test_pages_in_a_browser(browser, server, site, built):
                 seen = tab.evaluate(LOOK)
             if seen["wide"] > 0 or seen["flat"] or seen["broken"]:
                 faults.append((place, seen))
-    context.close()
     assert not faults
     assert not refused
 
 
-def test_search_finds_a_strategy(browser, server):
-    context = browser.new_context()
-    tab = context.new_page()
-    tab.set_default_timeout(120_000)
+def test_search_finds_a_strategy(tab, server):
     # Once its script listens, the page reads the field on focus and on key up.
     tab.goto(f"{server[0]}/index.html", wait_until="networkidle")
     tab.fill("input[name=query]", "scissorhand")
     tab.press("input[name=query]", "s")
     tab.wait_for_selector(".md-search-result__item a")
     assert "scissorhands" in tab.inner_text(".md-search-result__list").lower()
-    context.close()

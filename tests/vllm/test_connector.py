@@ -10,19 +10,14 @@ from gracekv.errors import StoreError
 pytestmark = pytest.mark.vllm
 
 
-def missing(name):
-    error = StoreError(f"There is no context {name!r} in the store.")
-    error.__cause__ = FileNotFoundError()
-    return error
-
-
 def test_a_worker_tells_which_contexts_it_cannot_open():
     from gracekv.vllm.connector import GraceConnector, StepContexts
     from gracekv.vllm.context_attention import current_step
 
     def load(name, digest):
         if name in ("gone", "damaged"):
-            raise missing(name) if name == "gone" else StoreError("It is damaged.")
+            cause = FileNotFoundError() if name == "gone" else None
+            raise StoreError(f"Context {name!r} cannot be read.") from cause
         return SimpleNamespace(header=SimpleNamespace(digest=digest))
 
     connector = object.__new__(GraceConnector)
@@ -38,7 +33,7 @@ def test_a_worker_tells_which_contexts_it_cannot_open():
     assert [(block, one.tokens) for block, one in current_step().asking.items()] == [(9, 3)]
     told = connector.build_connector_worker_meta().opened
     assert (told["0"]["status"], told["1"], told["3"]["status"]) == (404, None, 400)
-    assert "There is no context 'gone'" in told["0"]["reason"]
+    assert "Context 'gone' cannot be read" in told["0"]["reason"]
     # One rank's success does not hide another's failure to open it.
     other = type(connector.build_connector_worker_meta())([], set(), dict.fromkeys("013"))
     assert connector.build_connector_worker_meta().aggregate(other).opened == told

@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from support.compressing_engine import params
+from support.context_engine import context_engine
 from support.engine_answers import check_answer
 from support.forged_contexts import signed
 from support.served_model import RECIPES
@@ -33,21 +34,15 @@ PLAIN = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|
 
 @pytest.fixture(scope="module")
 def engine(served):
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-
-    from gracekv.vllm import kv_transfer_config
-
     pages = {"block_size": 32, "num_gpu_blocks_override": 34}
     most = {"max_model_len": 1024, "max_num_seqs": 48, "max_num_batched_tokens": 64}
-    options = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": False}
-    transfer = KVTransferConfig(**kv_transfer_config(served.store))
+    options = {"disable_log_stats": False, **pages, **most}
     with pytest.MonkeyPatch.context() as patch:
         # In this process: two separate ones would each import vLLM, which takes 10 seconds.
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # vLLM searches all modules for its kernels, and takes llvmlite for their owner.
         patch.delitem(sys.modules, "llvmlite.binding.ffi", raising=False)
-        made = LLM(served.folder, kv_transfer_config=transfer, **options, **pages, **most)
+        made = context_engine(served.folder, served.store, **options)
     yield made
     made.llm_engine.engine_core.shutdown()
 

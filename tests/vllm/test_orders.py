@@ -22,20 +22,17 @@ def test_names_are_no_orders():
     assert order_of({"delete": "book"}) == Deletion("book")
 
 
-def test_a_context_of_all_entries_is_extended_by_another_recipe_or_whole():
-    def extended(**fields):
-        return order_of({"extend": {"name": "book", **fields}}, recipe_of=lambda name: "fullkv")
+def test_contexts_that_are_extended_by_another_recipe_or_whole():
+    def extended(own="fullkv", **fields):
+        return order_of({"extend": {"name": "book", **fields}}, recipe_of=lambda name: own)
+
+    two = extended("gracekv-agnostic-two-pass", ratio=4)
+    assert (two.recipe, two.pipeline) == ("gracekv-agnostic", Pipeline.named("gracekv-agnostic"))
 
     with pytest.raises(StoreError, match=r"'book' was made by 'fullkv'.*gracekv-agnostic.*ratio=1"):
         extended(ratio=4)
     for given in ({"ratio": 1}, {"entries_per_head": 9}, {"ratio": 4, "recipe": "fullkv"}):
         assert extended(**given).recipe == "fullkv"
-
-
-def test_one_pass_extends_a_context_that_was_made_by_two():
-    extend = {"extend": {"name": "book", "ratio": 4}}
-    order = order_of(extend, recipe_of=lambda name: "gracekv-agnostic-two-pass")
-    assert (order.recipe, order.pipeline) == ("gracekv-agnostic", Pipeline.named(order.recipe))
 
 
 def test_an_order_says_how_to_compress():

@@ -150,19 +150,18 @@ def test_a_history_of_messages_is_sent_as_it_grows(client, server, tokenizer):
 
 def test_a_long_history_is_compressed_before_it_is_sent(client, server, tokenizer):
     chat, _ = talk(client, server, 9)
-    asked = {"role": "user", "content": QUESTION}
-    edited = [{"role": "user", "content": "Who fell?"}, *chat.messages[1:], asked]
+    edited = [{"role": "user", "content": "Who fell?"}, *chat.messages[1:], chat.messages[0]]
     turns = [ids for _, ids in History().new_turns(tokenizer, edited)]
     other = client.chat("book", compact=chat._compact)
     for talking, how in ((chat, {"edited": "compress"}), (other, {})):
-        before = len(extensions(server))
         talking.send(edited, **how)
         sent = [x for x in server.bodies if x.get("stream")][-1]
         # The two recent messages and the last one are sent, the others are in the context.
         assert sent["prompt"] == [*chain(*turns[-3:])]
         context = sent["kv_transfer_params"]["gracekv"]
         assert compressed(server, context) == [*chain(*turns[:-3])]
-        assert len(extensions(server)) >= before + 2
+        # As if said in turn, since a server may refuse what is too long.
+        assert extensions(server)[-1][1] != [*chain(*turns[:-3])]
     # For each conversation its context and the next one.
     assert len(client.list()) <= 5
 
