@@ -33,9 +33,15 @@ def refusing(path: Path, what: str) -> Iterator[None]:
     except SavedCacheError:
         raise
     except (
-        ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, SafetensorError,
-        TypeError, ValueError,
-    ) as error:  # fmt: skip
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        SafetensorError,
+        TypeError,
+        ValueError,
+    ) as error:
         if is_out_of_memory(error):
             raise
         raise SavedCacheError(

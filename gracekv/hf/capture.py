@@ -228,12 +228,15 @@ def _whole(reading: Reading) -> Prefill:
     observed = reading.observations.results(reading.device, passes)
     return Prefill(
         **fields,
-        other_layers=reading.others.states, observed=observed,
+        other_layers=reading.others.states,
+        observed=observed,
         query_source=None if reading.others.states else partial(queries_again, reading.model),
-        logits=last, token_ids=reading.prompt.ids,
-        fingerprint=fingerprint(reading.model, reading.prompt.tokenizer), shard=reading.shard,
+        logits=last,
+        token_ids=reading.prompt.ids,
+        fingerprint=fingerprint(reading.model, reading.prompt.tokenizer),
+        shard=reading.shard,
         seconds=reading.seconds,
-    )  # fmt: skip
+    )
 
 
 def prefilled_run(

@@ -77,9 +77,15 @@ class Reading:
     """
 
     def __init__(
-        self, model: Any, prompt: Prompt, past: Past | None, needs: Needs, held: Tensor, size: int,
-        progress: Callable[[int, int], None] | None
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        prompt: Prompt,
+        past: Past | None,
+        needs: Needs,
+        held: Tensor,
+        size: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
         self.model, self.prompt, self._past, self._progress = model, prompt, past, progress
         self.shard = head_shard(model)
         self.layers, self.device = compressed_layers(model), input_device(model)

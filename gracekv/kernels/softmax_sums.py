@@ -30,10 +30,18 @@ _COMPILED, _LARGEST_DIM = (torch.float32, torch.bfloat16, torch.float16), 256
 
 
 def softmax_columns(
-    queries: Tensor, keys: Tensor, seen: Tensor | int, weights: Tensor | None = None, *,
-    scale: float = 1.0, power: float = 1.0, maximum: bool = False, softcap: float | None = None,
-    sinks: Tensor | None = None, engine: Engine = "auto"
-) -> Tensor:  # fmt: skip
+    queries: Tensor,
+    keys: Tensor,
+    seen: Tensor | int,
+    weights: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    power: float = 1.0,
+    maximum: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    engine: Engine = "auto",
+) -> Tensor:
     """sum_q w_q p_{q,t}^power for every key t, or the maximum over q: float32 [H, T].
 
     p_q is the softmax of a query's logits over the first `seen` keys, and 0 after them. Logits are

@@ -225,12 +225,19 @@ def account(
     if costs is not None or any(x.bits < 16 for x in sizes["widths"]):
         full = 4 * info.entry_dim
     return Accounting(
-        budget=plan.total, spent=int(entries.sum()), floor_spent=floor_spent, recent=plan.recent,
+        budget=plan.total,
+        spent=int(entries.sum()),
+        floor_spent=floor_spent,
+        recent=plan.recent,
         entries=entries,
         # All tokens but the last, which decoding feeds again.
         full_bytes=units * covered * full,
-        utility=utility, bound=bound, budget_bytes=plan.bytes, spent_bytes=spent, **sizes,
-    )  # fmt: skip
+        utility=utility,
+        bound=bound,
+        budget_bytes=plan.bytes,
+        spent_bytes=spent,
+        **sizes,
+    )
 
 
 def physical_sizes(cache: CompressedCache, shard: HeadShard) -> dict[str, Any]:
