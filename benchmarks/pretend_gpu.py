@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,10 +159,14 @@ class _Both:
 
 
 def _unwrapped_fields(value: Any) -> Any:
-    """`value` with pretended tensors replaced by CPU tensors, also in dataclass fields."""
+    """`value` with pretended tensors replaced by CPU tensors, also in the fields of ours."""
     if is_dataclass(value) and not isinstance(value, type):
         inner = {x.name: _unwrapped_fields(getattr(value, x.name)) for x in fields(value) if x.init}
         return replace(value, **inner)
+    if type(value).__module__.startswith("gracekv.tree.engines."):
+        made = copy(value)
+        vars(made).update((name, unwrapped(x)) for name, x in vars(value).items())
+        return made
     return unwrapped(value)
 
 

@@ -18,7 +18,7 @@ from gracekv.pipeline.composition import REGISTRIES
 from gracekv.pipeline.config import load_pipeline, save_pipeline
 from gracekv.precision import PRECISIONS, Precision, UniformPrecision
 from gracekv.precision.base import EXACT
-from gracekv.prefill import LayerObserver, Needs, Region
+from gracekv.prefill import LayerObserver, Needs
 from gracekv.prefill.needs import prompt_samples
 from gracekv.registry import bounded
 from gracekv.testing import contracts, synthetic_prefill
@@ -353,5 +353,5 @@ def test_a_scorer_that_occurs_twice_scores_each_layer_once(monkeypatch):
     )
     prefill = synthetic_prefill(seed=0)
     mixed = Mixture((MeanAttention(), ValueNorm(scorer=MeanAttention())))
-    mixed(prefill, Region(prefill.spans.context_start, prefill.spans.context_end))
+    mixed(prefill, prefill.spans.region(0))
     assert layers == [*range(prefill.layers)]

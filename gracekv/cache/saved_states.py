@@ -33,15 +33,9 @@ def refusing(path: Path, what: str) -> Iterator[None]:
     except SavedCacheError:
         raise
     except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        OSError,
-        RuntimeError,
-        SafetensorError,
-        TypeError,
-        ValueError,
-    ) as error:
+        ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, SafetensorError,
+        TypeError, ValueError,
+    ) as error:  # fmt: skip
         if is_out_of_memory(error):
             raise
         raise SavedCacheError(

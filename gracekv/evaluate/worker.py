@@ -211,14 +211,8 @@ def _cap(panel: Panel, task: Task) -> int:
 
 # Settings of a panel that change what a row measures.
 _SETTINGS = (
-    "protocol",
-    "generate",
-    "max_new_tokens",
-    "fidelity",
-    "answer_words",
-    "max_prompt",
-    "truncate",
-)
+    "protocol", "generate", "max_new_tokens", "fidelity", "answer_words", "max_prompt", "truncate",
+)  # fmt: skip
 
 
 def identity(model: str, dtype: str, panel: Panel, task: Task, index: int) -> dict[str, Any]:

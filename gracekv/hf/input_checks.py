@@ -198,9 +198,11 @@ def _last(positions: Tensor) -> Tensor:
 
 def _is_whole(mask: Tensor | None, positions: Tensor | None, count: int) -> bool:
     """Whether the `count` tokens are the sequence from its start, including cached tokens."""
-    if mask is not None or positions is None:
-        return mask is not None and mask.shape[1] == count
-    return positions.shape[-1] == count and int(positions[..., 0].max()) == 0
+    if mask is not None:
+        return mask.shape[1] == count
+    if positions is None or positions.shape[-1] != count:
+        return False
+    return int(positions[..., 0].max()) == 0
 
 
 def _flat(mask: Any) -> Tensor | None:

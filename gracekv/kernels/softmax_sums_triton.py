@@ -66,7 +66,7 @@ def softmax_columns(asked: Columns) -> Tensor:
     if queries.dtype != keys.dtype:
         parts = keys.new_empty(2, *queries.shape)
         torch.sub(queries, parts[0].copy_(queries), out=parts[1])
-    if interpreted() and keys.device.type == "cpu":
+    if interpreted() and keys.device.type == "cpu" and keys.dtype == torch.bfloat16:
         # The interpreter treats bfloat16's bits as integers.
         parts, keys = parts.float(), keys.float()
     if sinks is None:

@@ -217,8 +217,10 @@ class Compression:
             if pool is None or (plan.bytes is not None and costs is not None):
                 return run_auction(pipe, info, compared, plan, costs)
             return AuctionResult(plan, pool.selection(), pool.utility())
-        offered = None if pool is None else pool.selection()
-        selection = offered or run_auction(pipe, info, compared, plan, None).selection
+        if pool is None:
+            selection = run_auction(pipe, info, compared, plan, None).selection
+        else:
+            selection = pool.selection()
         relevance = compared.relevance
         gains = entry_gains(relevance.scores, relevance.sensitivity, selection)
         budget = plan.bytes - (plan.total - plan.base) * costs.exact

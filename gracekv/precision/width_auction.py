@@ -105,12 +105,13 @@ def allocated_widths(
     rate, tie = (x[bought:] if shard.ranks > 1 else rest for x in (operation.rate, operation.tie))
     head, level = levels >> 8, levels & 255
     entry, source, target = rest >> 16, rest >> 8 & 255, rest & 255
-    of_operation, width = head[entry], len(costs.bits) + 1
+    # `steps` numbers a head's levels, of which the lowest is dropped.
+    of_operation, steps = head[entry], len(costs.bits) + 1
     heads = int(head[-1]) + 1 if len(head) else 0
-    counts = torch.bincount(head * width + level, minlength=heads * width).view(heads, width)
+    counts = torch.bincount(head * steps + level, minlength=heads * steps).view(heads, steps)
     price, block = torch.tensor((0, *costs.entry)), torch.tensor((0, *costs.block))
     # Costs follow from head, level before and level after.
-    kind = (of_operation * width + source) * width + target
+    kind = (of_operation * steps + source) * steps + target
     waiting, at = level[entry] == source, 0
 
     def first(left: int) -> tuple[float, int, int] | None:

@@ -166,8 +166,9 @@ class Prefill:
         if result.shape[:1] == (self.layers,):
             return number
         # Others do not have one row a layer.
-        stacks = getattr(type(observer), "combine", None) is LayerObserver.combine
-        if not isinstance(observer, LayerObserver) or not stacks:
+        if not isinstance(observer, LayerObserver):
+            return None
+        if type(observer).combine is not LayerObserver.combine:
             return None
         sums = [observer.accumulator(x, self.layers, self.spans) for x in range(number + 1)]
         return None if sums.pop() is None else sum(x is not None for x in sums)

@@ -63,16 +63,17 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, Any]:
 def quick_marks(model: Any) -> dict[str, str]:
     """The marks of a model that are fast to read: class, name, dtype, active adapters, scales."""
     # Adapters with a scale call it "scaling"; peft may change it while a model is in use.
+    adapted = _adapter_layers(model)
     scales = {
         name: {x: float(layer.scaling[x]) for x in _active(layer) if x in layer.scaling}
-        for name, layer in _adapter_layers(model).items()
+        for name, layer in adapted.items()
         if isinstance(getattr(layer, "scaling", None), dict)
     }
     return {
         "model_class": type(model).__name__,
         "model_name": str(getattr(model.config, "name_or_path", "")),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "adapters": ", ".join(active_adapters(model)),
+        "adapters": ", ".join(_active_names(adapted)),
         "adapter_scales": _fields_digest(scales),
     }
 
@@ -154,7 +155,7 @@ _READS = 16
 
 def active_adapters(model: Any) -> list[str]:
     """Sorted names of the peft adapters that are active in the model's computation."""
-    return sorted({name for layer in _adapter_layers(model).values() for name in _active(layer)})
+    return _active_names(_adapter_layers(model))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -260,6 +261,10 @@ def _is_plain(x: Tensor) -> bool:
 def _adapter_layers(model: Any) -> dict[str, Any]:
     """The layers with adapters, by name; recognised by the attributes that peft adds."""
     return {name: x for name, x in model.named_modules() if hasattr(x, "adapter_layer_names")}
+
+
+def _active_names(layers: Mapping[str, Any]) -> list[str]:
+    return sorted({name for layer in layers.values() for name in _active(layer)})
 
 
 def _active(layer: Any) -> list[str]:

@@ -68,7 +68,7 @@ class History:
             if number >= len(given) or not _is_same(old, given[number]):
                 anew = 'compress it again with edited="compress"'
                 if number < context:
-                    anew = "compress a new context of these messages, which this one begins with"
+                    anew = "compress a new context: this message belongs to the compressed one"
                 return (
                     f"Message {number} (role {old['role']!r}) differs from the one that was read. "
                     f"Send the history unchanged, or {anew}."

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from gracekv.errors import renamed, renamed_in
+from gracekv.errors import renamed_in
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.projection import Projection as Projection
 from gracekv.prefill.spans import PromptSpans, Region
@@ -78,8 +78,6 @@ class TokenRun:
     outputs: Tensor | None = None
     projection: Projection | None = None
 
-    logits = renamed("logits", "softmax_args")
-
     @property
     def end(self) -> int:
         """start + C."""
@@ -89,6 +87,11 @@ class TokenRun:
     def softmax_args(self) -> dict[str, Any]:
         """`scale`, `softcap` and `sinks`, arguments of functions that compute attention."""
         return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+
+    @property
+    def logits(self) -> dict[str, Any]:
+        """`softmax_args` without the scale, as in 0.2."""
+        return {"softcap": self.softcap, "sinks": self.sinks}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

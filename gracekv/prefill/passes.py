@@ -76,7 +76,7 @@ class ModelPasses:
 
 def end_ids(setting: Any) -> list[int]:
     """The ids in a setting such as `eos_token_id`: None, a number, or several."""
-    return [] if setting is None else torch.as_tensor(setting).flatten().tolist()
+    return [] if setting is None else torch.as_tensor(setting, device="cpu").flatten().tolist()
 
 
 class _ModelContinuation:

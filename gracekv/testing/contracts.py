@@ -91,14 +91,14 @@ def check_stage(strategy: Strategy, seed: int) -> None:
     prefill = with_observed(prefill, own, seed)
     region = prefill.spans.region(min(int(torch.randint(0, 16, (), generator=rng)), context - 1))
     own_check: dict[str, Callable[[Any], object]] = {
-        "segment": lambda own: check_segmenter(own, prefill, region),
-        "value": lambda own: check_scorer(own, prefill, region),
-        "sensitivity": lambda own: check_sensitivity(own, prefill),
-        "quota": lambda own: check_quota(own, prefill),
-        "decode": lambda own: check_decoder(own, prefill),
-        "backend": lambda own: check_backend(own, seed),
-        "floor": lambda own: _check_auctions(own, seed),
-        "allocate": lambda own: _check_auctions(own, seed),
+        "segment": lambda x: check_segmenter(x, prefill, region),
+        "value": lambda x: check_scorer(x, prefill, region),
+        "sensitivity": lambda x: check_sensitivity(x, prefill),
+        "quota": lambda x: check_quota(x, prefill),
+        "decode": lambda x: check_decoder(x, prefill),
+        "backend": lambda x: check_backend(x, seed),
+        "floor": lambda x: _check_auctions(x, seed),
+        "allocate": lambda x: _check_auctions(x, seed),
     }
     with _unchanged(prefill):
         if stage in own_check:

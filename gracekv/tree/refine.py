@@ -243,6 +243,7 @@ class RuleRefiner(Refiner):
     def rule(self) -> SplitRule: ...
 
     def __call__(self, nodes: Nodes, table: CostTable) -> Children:
+        # Engines apply the rule themselves.
         split = self.rule().split(table)
         kept = split.start < split.end
         return Children(kept.sum(dim=1), split.start[kept], split.end[kept])

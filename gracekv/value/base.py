@@ -263,7 +263,7 @@ class ProbeScorer(Scorer):
 
 
 def part_scores(part: Scorer, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
-    """The scores [G, N] of a scorer, or of a part of one, for one layer.
+    """The scores [G, N] of a scorer, or of a part of one, for one layer; do not write to them.
 
     Raises `ShapeError` unless its `layer` returns floating-point numbers of that shape.
     """

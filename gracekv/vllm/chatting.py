@@ -15,7 +15,7 @@ from gracekv.prefill.chat_text import Message, continued
 from gracekv.prefill.history import History
 from gracekv.vllm.header import SEPARATOR
 from gracekv.vllm.requests import Request
-from gracekv.vllm.server import Server
+from gracekv.vllm.server import Server, check_options
 
 
 class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]):
@@ -126,13 +126,15 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
                 raise failure
         if options.get("echo"):
             raise ConfigError("A turn returns the answer alone: leave out echo.")
+        check_options(options)
         server, known = self._server, self._history.messages
         begins = anew or not known
         history, context = (History(), self._first) if begins else (self._history, self.context)
+        failure = None
         new = history.new_turns(server.tokenizer, messages, tools, self._count, SEPARATOR)
-        if begins:
+        if begins and self._compact is not None:
             *older, last = new
-            history, context = self._compressed(messages, tools, older)
+            history, context, failure = self._compressed(messages, tools, older)
             new = [last]
         ids = (*history.uncompressed, *(x for _, tokens in new for x in tokens))
         text, answer, end = "", list[int](), None
@@ -151,26 +153,34 @@ class ServedConversation(contextlib.AbstractContextManager["ServedConversation"]
             raise ConfigError("Another turn was answered during this stream. Ask this one again.")
         if begins:
             self._begin()
-            self._history, self.context = history, context
+            self._history, self.context, self._failure = history, context, failure
         # Another stream, which did not end, may have had older messages compressed.
         history, said = self._history, {"role": "assistant", "content": text}
         turns = [*new, ("assistant", answer)]
         self._history = history.with_turns([*messages, said], tools, turns)
         self._take_over()
 
-    def _compressed(self, messages: Any, tools: Any, older: Any) -> tuple[History, str]:
-        """A history that begins with `older` turns, and its context, compressed as if said in turn.
+    def _compressed(
+        self, messages: Any, tools: Any, older: Any
+    ) -> tuple[History, str, StoreError | None]:
+        """A history that begins with `older` turns, compressed step by step, and its context.
 
-        Raises `StoreError` if the server cannot compress them.
+        The last is the error, if any, after which no more was compressed.
         """
         history, context = History().with_turns(messages[: self._count], tools, ()), self._first
+        failure = None
         for message, turn in zip(messages[self._count :], older, strict=False):
             history = history.with_turns([*history.messages, message], tools, [turn])
-            for tokens, ratio in history.due(self._compact):
-                context = self._extended(context, history, tokens, ratio, wait=True)
+            for tokens, ratio in history.due(None if failure else self._compact):
+                try:
+                    context = self._extended(context, history, tokens, ratio, wait=True)
+                except StoreError as error:
+                    failure = StoreError(f"Older messages could not be compressed. {error}")
+                    history = replace(history, failed=len(history.uncompressed))
+                    break
                 history = history.compressed(tokens)
                 self._delete(self.context, *(self._pending or ()), context)
-        return history, context
+        return history, context, failure
 
     def _extended(
         self, context: str, history: History, tokens: int, ratio: float, wait: bool

@@ -12,7 +12,7 @@ from gracekv.errors import expect
 from gracekv.prefill.chat_text import check_text, continued
 from gracekv.vllm.chatting import ServedConversation
 from gracekv.vllm.requests import document, frame, request, split_document
-from gracekv.vllm.server import Context, Server
+from gracekv.vllm.server import Context, Server, check_options
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ class Client:
             PromptError: the question is empty.
             MissingDependencyError: openai is not installed, or transformers if it is needed.
         """
+        check_options(options)
         asked = request(None, name, question, self._server.tokenizer)
         return self._server.answer(asked, max_tokens, options)
 
@@ -130,6 +131,7 @@ class Client:
         self, name: str, question: str, max_tokens: int = 64, **options: Any
     ) -> Iterator[str]:
         """Iterate over an answer's text as it arrives; arguments and errors are those of `ask`."""
+        check_options(options)
         asked = request(None, name, question, self._server.tokenizer)
         yield from (choice.text for choice in self._server.choices(asked, max_tokens, options))
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gracekv.kernels import ragged
 from gracekv.vllm.context_attention import Asking
 from gracekv.vllm.stored_context import StoredContext
 
@@ -94,26 +94,28 @@ def plan_batch(
 
     of_context = {digest: parts(context.longest) for digest, context in contexts.items()}
     order, work, slots = _divide(asking, group, most, of_context, parts(metadata.max_seq_len))
-    counts = torch.tensor([asker.tokens for _, asker in order])
+    counts = np.array([asker.tokens for _, asker in order])
     addresses, units, first_slot, blocks, request, step = _send(
         pages.device,
         torch.stack([context.addresses for context in contexts.values()], dim=1),
         torch.tensor(work),
-        ragged.offsets(torch.tensor(slots)),
+        torch.from_numpy(np.concatenate([[0], np.cumsum(slots)])),
         torch.tensor([block for block, _ in order]),
-        *ragged.rows_and_steps(counts),
+        torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
+        torch.from_numpy(np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)),
     )
     starts = metadata.query_start_loc
     same = last_pages(metadata, pages.shape[2])[None, :] == blocks[:, None]
     match = same.any(1)[request]
     rows = same.int().argmax(1)[request]
     new = starts[1:] - starts[:-1]
-    places = torch.where(match, starts[rows] + step, -1)
-    positions = torch.where(match, metadata.seq_lens[: len(new)][rows] - new[rows] + step, -1)
-    tensors = (addresses, units, places, positions, rows, first_slot)
-    sizes = (sum(slots), sum(map(bool, slots)), max(unit[3] for unit in work))
-    covers_all = int(counts.sum()) == metadata.num_actual_tokens
-    return ContextBatch(tuple(contexts.values()), *tensors, *sizes, covers_all)
+    return ContextBatch(
+        contexts=tuple(contexts.values()), addresses=addresses, units=units, rows=rows,
+        places=torch.where(match, starts[rows] + step, -1), first_slot=first_slot,
+        positions=torch.where(match, metadata.seq_lens[: len(new)][rows] - new[rows] + step, -1),
+        slots=sum(slots), merged=sum(map(bool, slots)), longest=max(unit[3] for unit in work),
+        covers_all=int(counts.sum()) == metadata.num_actual_tokens,
+    )  # fmt: skip
 
 
 def last_pages(metadata: Any, block: int) -> Tensor:

@@ -129,8 +129,10 @@ def check_replaceable(folder: Path) -> None:
     Raises `OutputError` if it does not exist and cannot be made.
     """
     if not os.path.lexists(folder):
-        # Not a file in it, for which the folder would be made: it would stay if the export fails.
-        check_output(folder)
+        check_output(folder / HEADER)
+        # Made for that check; it would stay if the export fails.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
         return
     if folder.is_symlink() or not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
         raise StoreError(
@@ -208,9 +210,9 @@ def _alone_in(folder: Path, *, wait: bool = True) -> Iterator[None]:
     """
     with contextlib.ExitStack() as opened:
         while True:
+            folder.mkdir(parents=True, exist_ok=True)
             # Another export may remove the folder meanwhile.
             with contextlib.suppress(FileNotFoundError):
-                folder.mkdir(parents=True, exist_ok=True)
                 handle = os.open(folder, os.O_RDONLY)
                 opened.callback(os.close, handle)
                 if not lock(handle, wait=wait):

@@ -159,12 +159,12 @@ def _compression(fields: Mapping[str, Any], recipe_of: Callable[[str], str] | No
     if not isinstance(recipe, str):
         raise StoreError(f"A recipe is a name; got {str(recipe)[:200]!r}.")
     pipeline = Pipeline.named(recipe)
-    reads_more = any(observer.reads for observer in pipeline.needs().observers)
-    if reads_more and source and "recipe" not in fields:
+    reads = {what for observer in pipeline.needs().observers for what in observer.reads}
+    if reads == {"passes"} and source and "recipe" not in fields:
         # A context by two passes was made elsewhere; one pass reads its passages.
-        recipe, reads_more = DEFAULT_WITHOUT_QUESTION, False
+        recipe, reads = DEFAULT_WITHOUT_QUESTION, set()
         pipeline = Pipeline.named(recipe)
-    if reads_more:
+    if reads:
         raise StoreError(
             f"An engine cannot compress with recipe {recipe!r}, which reads more of the model than "
             f"queries, keys and values. Use one that reads only those, such as {_ABLE}, or "

@@ -133,7 +133,6 @@ class Server:
 
     def answer(self, asked: Request, max_tokens: int, options: Mapping[str, Any]) -> str:
         """The text of an answer; `options` are more fields of `POST /v1/completions`."""
-        _check_options(options)
         return str(self._send(asked, max_tokens, options).choices[0].text)
 
     def choices(self, asked: Request, max_tokens: int, options: Mapping[str, Any]) -> Iterator[Any]:
@@ -141,7 +140,6 @@ class Server:
 
         Raises `StoreError` if the server refuses or ends it.
         """
-        _check_options(options)
         ended = False
         # If the caller stops reading, the connection closes at once, and the server stops.
         with _refusals(), self._send(asked, max_tokens, {**options, "stream": True}) as pieces:
@@ -169,7 +167,8 @@ def _ended_by_model(choices: Sequence[Any]) -> Sequence[Any]:
     return choices
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for options that an answer's methods have in another form."""
     if "stream" in options:
         raise ConfigError(
             "Leave stream out: `ask` and `send` return an answer, `stream` iterates over its text."

@@ -67,8 +67,7 @@ def test_methods_are_recipes_with_changes():
     assert parse_method("gracekv[window={size: 8};floor.alpha=0]", 0.5).window.share == 0.5
     assert parse_method("gracekv").window.share == 1.0
     # Only all changes together are valid.
-    assert parse_method("snapkv[window.size=2;window.minimum=2]").window.size == 2
-    assert parse_method("gracekv[value=multi_hop;value.hops=0]").value.hops == 0
+    assert parse_method("snapkv[window.size=2;window.minimum=2;value=multi_hop;value.hops=0]")
     depths = parse_method("gracekv[segment.curvature={depths: [0.3, 0.5]}]").segment.curvature
     assert depths.depths == (0.3, 0.5)
     methods = ["fullkv", "gracekv[a.b=[1,2],c=[3]]", "h"]

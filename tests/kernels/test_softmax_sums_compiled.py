@@ -13,13 +13,13 @@ UNALIGNED = ("sink_head_stride", "sink_row_stride")
 KERNELS = [softmax_sums_triton.row_logsumexp, softmax_sums_triton.reduce_columns]
 
 
-def compiled_columns(kernel, dim, dtype, arch, parts):
+def compiled_columns(kernel, dim, dtype, arch, parts, maximum=False):
     sizes = softmax_sums_triton.block_sizes(dim, dtype, divmod(arch, 10), count=1000)
     sizes = sizes[KERNELS.index(kernel)]
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     constants = {"GROUP": 7, "D": dim, "PARTS": parts, "SPLITS": 4} | sizes
     if kernel is softmax_sums_triton.reduce_columns:
-        constants |= {"MAXIMUM": False, "CHUNK": 1024}
+        constants |= {"MAXIMUM": maximum, "CHUNK": 1024}
     pointers = {"queries": TYPES[dtype], "keys": TYPES[dtype], "seen": "*i64"}
     pointers |= dict.fromkeys(("lse", "weights", "sinks", "output"), "*fp32")
     return compiled(kernel, pointers, {"power", "scale"}, constants, arch, UNALIGNED, **options)
@@ -34,7 +34,8 @@ ALL += [(64, BF16, 120), (80, F16, 90), (96, BF16, 80), (256, BF16, 120), (256, 
 @pytest.mark.parametrize("rotated", [True, False])
 def test_fits(tmp_path, kernel, dim, dtype, arch, rotated):
     # Rotated queries come in float32 and are split; others have the model's dtype.
-    binary = compiled_columns(kernel, dim, dtype, arch, 2 if rotated and dtype != F32 else 1)
+    parts = 2 if rotated and dtype != F32 else 1
+    binary = compiled_columns(kernel, dim, dtype, arch, parts, maximum=not rotated)
     check_fits(binary, tmp_path, arch)
     # Half precision runs on tensor cores; float32 stays float32.
     code = binary.asm["ptx"]

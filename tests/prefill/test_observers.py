@@ -53,11 +53,9 @@ def test_all_of_ours_are_checked():
     assert ours == {type(x) for x in OURS} - {HeadOutputs}
 
 
-def test_the_old_name_of_the_softmax_arguments_works_and_says_so():
+def test_observers_of_0_2_get_the_softmax_arguments_without_the_scale():
     run = synthetic_prefill().layer(0).run_of(Region(0, 4))
-    assert run.softmax_args == {"scale": run.scale, "softcap": None, "sinks": None}
-    with pytest.warns(DeprecationWarning, match=r"TokenRun\.logits is now softmax_args"):
-        assert run.logits == run.softmax_args
+    assert run.softmax_args == {"scale": run.scale, **run.logits}
 
 
 @dataclass(frozen=True)

@@ -241,6 +241,9 @@ def test_a_context_that_cannot_be_made_leaves_the_conversation(client, server, t
     server.failing = True
     with pytest.raises(StoreError, match=r"could not be compressed\. Its document has one token"):
         talk(client, server, 9)
+    chat = client.chat("book", compact=Compaction(after=64, recent=0))
+    assert chat.send(2 * [{"role": "user", "content": 3 * TEXT}])
+    assert "could not be compressed" in str(chat._failure)
     server.failing, chat = False, client.chat("book")
     assert chat.ask(QUESTION)
     with pytest.raises(PromptError, match="must be non-empty"):
