@@ -2,10 +2,10 @@
 
     VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_memory.py
 
-Needs the environment of `make test-vllm`. Four conversations take turns asking about their
-contexts. Each turn extends a context, under a limit, by a passage of random length into a new
-context; the old one is deleted. The model is small and random, and the engine runs in this process,
-whose resident memory is measured.
+Needs the environment of `make test-vllm`. Four conversations at once: all ask about their contexts
+and extend them, in one batch, under a limit, by passages of random length into new contexts; the
+old ones are deleted. The model is small and random, and the engine runs in this process, whose
+resident memory is measured.
 """
 
 from __future__ import annotations
@@ -41,16 +41,19 @@ def wait(llm: Any) -> None:
 
 
 def turn(llm: Any, number: int, draw: random.Random) -> None:
-    """Each conversation asks, is extended, and drops its old context."""
-    ids = [[draw.randrange(5, 400) for _ in range(draw.randint(40, 90))] for _ in range(TALKS)]
+    """All conversations ask and are extended, in one batch, and drop their old contexts."""
+    asked: list[dict[str, Any]] = []
+    orders: list[Any] = []
     for talk in range(TALKS):
         name = f"talk{talk}.{number}"
-        asked = [{"prompt_token_ids": ids[talk][:12]}, {"prompt_token_ids": ids[talk]}]
+        ids = [draw.randrange(5, 400) for _ in range(draw.randint(40, 90))]
+        asked += [{"prompt_token_ids": ids[:12]}, {"prompt_token_ids": ids}]
         order = {"name": name, "into": f"talk{talk}.{number + 1}", "ratio": 2, "limit": LIMIT}
-        orders = [parameters(name, 8), parameters({"extend": order})]
-        llm.generate(asked, orders, use_tqdm=False)
-        wait(llm)
-        llm.generate({"prompt_token_ids": [0]}, parameters({"delete": name}), use_tqdm=False)
+        orders += [parameters(name, 8), parameters({"extend": order})]
+    llm.generate(asked, orders, use_tqdm=False)
+    wait(llm)
+    drop = [parameters({"delete": f"talk{talk}.{number}"}) for talk in range(TALKS)]
+    llm.generate([{"prompt_token_ids": [0]}] * TALKS, drop, use_tqdm=False)
 
 
 def main() -> None:
@@ -99,7 +102,7 @@ def main() -> None:
     head = (
         f"# Memory of a vLLM engine over turns\n\n- machine: {cpu()}, {threads()}; {versions()}\n"
         f"- commit: {commit()}\n"
-        f"- A random model of 2 layers; {TALKS} conversations, each turn of which asks and extends "
+        f"- A random model of 2 layers; {TALKS} conversations at once; each turn asks and extends "
         f"under a limit of {LIMIT['entries_per_head']} entries a head.\n\n"
         "| turns | resident memory, MiB | seconds |\n|--:|--:|--:|\n"
     )
