@@ -5,7 +5,8 @@
 For a default that changed: all rows were written by `gracekv evaluate` with the same tasks and
 seeds, possibly at different commits. Prints and writes `benchmarks/results/NAME.md`: mean log KL to
 FullKV at each ratio, the paired difference with its 95 % bootstrap interval over prompts, how many
-prompts are better, and the task with the largest loss.
+prompts are better, and the task with the largest loss. With `--tasks`, also the paired differences
+of each task with their intervals.
 """
 
 from __future__ import annotations
@@ -41,36 +42,69 @@ def read(argument: str) -> dict[Key, float]:
     return found
 
 
-def table(before: dict[Key, float], after: dict[Key, float], *, short: bool) -> list[str]:
-    """Rows for prompts of at most 1,100 tokens, or for longer ones; none without prompts."""
-    pairs: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
-    for key, value in after.items():
-        if key in before and (key[1] <= 1024) == short:
-            pairs[key[3]].append((before[key], value, key[0]))
-    if not pairs:
-        return []
+def table(before: dict[Key, float], after: dict[Key, float], tasks: bool) -> list[str]:
+    """Rows for prompts of at most 1,100 tokens, then for longer ones; none without prompts."""
+    lines = []
+    for short in (True, False):
+        pairs: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+        for key, value in after.items():
+            if key in before and (key[1] <= 1024) == short:
+                pairs[key[3]].append((before[key], value, key[0]))
+        if pairs:
+            lines += ["", f"Prompts of {'about 1,000' if short else '2,048 and 4,096'} tokens:", ""]
+            lines += by_ratio(pairs)
+            lines += by_task(pairs) if tasks else []
+    return lines
+
+
+def by_ratio(pairs: dict[str, list[tuple[float, float, str]]]) -> list[str]:
+    """A row for each ratio."""
     lines = [
-        "",
-        f"Prompts of {'about 1,000' if short else '2,048 and 4,096'} tokens:",
-        "",
         "| | prompts | before | after | difference | better | largest loss of a task |",
         "|--:|--:|--:|--:|--:|--:|---|",
     ]
     for column in sorted(pairs, key=generosity):
         rows = pairs[column]
         differences = [new - old for old, new, _ in rows]
-        spread = interval([np.array(differences)])
-        tasks: dict[str, list[float]] = defaultdict(list)
-        for old, new, task in rows:
-            tasks[task].append(new - old)
-        loss, task = max((fmean(x), name) for name, x in tasks.items())
+        loss, task = max((fmean(x), name) for name, x in task_differences(rows).items())
         lines.append(
             f"| {column} | {len(rows)} | {fmean(x for x, _, _ in rows):.2f} | "
-            f"{fmean(x for _, x, _ in rows):.2f} | {fmean(differences):+.2f} [{spread.low:+.2f}, "
-            f"{spread.high:+.2f}] | {sum(x < 0 for x in differences)} | "
+            f"{fmean(x for _, x, _ in rows):.2f} | {with_interval(differences)} | "
+            f"{sum(x < 0 for x in differences)} | "
             f"{f'{task} {loss:+.2f}' if loss > 0 else 'none'} |"
         )
     return lines
+
+
+def by_task(pairs: dict[str, list[tuple[float, float, str]]]) -> list[str]:
+    """A row for each task, with the difference at each ratio."""
+    columns = sorted(pairs, key=generosity)
+    cells = {column: task_differences(pairs[column]) for column in columns}
+    names = sorted({task for own in cells.values() for task in own})
+    lines = [
+        "",
+        "### By task",
+        "",
+        f"| task | prompts | {' | '.join(columns)} |",
+        "|---" + "|--:" * (len(columns) + 1) + "|",
+    ]
+    for task in names:
+        own = [cells[column].get(task, []) for column in columns]
+        shown = (with_interval(x) if x else "" for x in own)
+        lines.append(f"| {task} | {max(map(len, own))} | {' | '.join(shown)} |")
+    return lines
+
+
+def task_differences(rows: list[tuple[float, float, str]]) -> dict[str, list[float]]:
+    tasks: dict[str, list[float]] = defaultdict(list)
+    for old, new, task in rows:
+        tasks[task].append(new - old)
+    return tasks
+
+
+def with_interval(differences: list[float]) -> str:
+    spread = interval([np.array(differences)])
+    return f"{fmean(differences):+.2f} [{spread.low:+.2f}, {spread.high:+.2f}]"
 
 
 def main() -> None:
@@ -79,6 +113,7 @@ def main() -> None:
     parser.add_argument("after", metavar="FOLDER:METHOD", nargs="+")
     parser.add_argument("--title", default="Before and after")
     parser.add_argument("--out", default="compare_runs", metavar="NAME")
+    parser.add_argument("--tasks", action="store_true", help="also the differences of each task")
     parser.add_argument("--commit", help="of the rows, if another")
     args = parser.parse_args()
     before = read(args.before)
@@ -97,7 +132,7 @@ def main() -> None:
             raise SystemExit(f"{args.before} and {argument} have no prompt and ratio in common.")
         if len(args.after) > 1:
             lines += ["", f"## {argument.rpartition(':')[2]}"]
-        lines += [*table(before, after, short=True), *table(before, after, short=False)]
+        lines += table(before, after, args.tasks)
     text = "\n".join(lines) + "\n"
     print(text)
     write_atomically(RESULTS / f"{args.out}.md", text.encode())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_MINUTES = 180
+MOST_MINUTES = 210
 """Of all parts together."""
 
 OUTSIDE = {
@@ -12,6 +12,7 @@ OUTSIDE = {
     "gpu-compression": "the steps of `gpu.py --parts compress`, on another GPU",
     "fuzz": "`make test-long`, a test",
     "conversation": "`python benchmarks/conversation.py`, half an hour on a core",
+    "vllm_memory": "`.venv-vllm/bin/python benchmarks/vllm_memory.py`, ten minutes on a core",
 }
 """Files that are shown but not made by `make results`, and how they are made."""
 
@@ -56,20 +57,20 @@ class Part:
 def _evaluation(
     name: str, question: str, minutes: int, config: str, *pages: str, outputs: tuple[str, ...] = ()
 ) -> Part:
-    """A part: two single-threaded processes write rows; pages by `suite.py` unless given."""
+    """A part: two single-threaded processes write rows; `suite.py` makes the page `name`."""
     run = f"gracekv evaluate --config benchmarks/{config}.yaml --data {{data}} --out {{rows}}"
     shards = tuple(f"{run} --shard {shard}/2" for shard in range(2))
-    own = f"python benchmarks/suite.py {{rows}} --name {name}"
     names = outputs or (name,)
+    own = (f"python benchmarks/suite.py {{rows}} --name {name}",) if name in names else ()
     return Part(
-        name, question, minutes, shards, names, (own, *pages), threads=1, balanced=True,
+        name, question, minutes, shards, names, (*own, *pages), threads=1, balanced=True,
         resumes=True,
     )  # fmt: skip
 
 
-def _compared(name: str, title: str, before: str, *after: str) -> str:
+def _compared(name: str, title: str, before: str, *after: str, by: str = "") -> str:
     methods = " ".join(f'"{{rows}}:{method}"' for method in (before, *after))
-    return f'python benchmarks/compare_runs.py {methods} --title "{title}" --out {name}'
+    return f'python benchmarks/compare_runs.py {methods} --title "{title}" --out {name}{by}'
 
 
 _BITS = "gracekv-plus[precision=uniform;precision.bits={}]"
@@ -105,8 +106,17 @@ PARTS = (
     _evaluation("compaction", "2x to 50x beside Attention Matching?", 13, "smollm2_compaction"),
     _evaluation(
         "ablations", "What does each part of the recipes bring?", 9, "smollm2_ablations",
-        _compared("fit", "What the fit brings", "gracekv-plus-no-fit", "gracekv-plus"),
-        outputs=("ablations", "fit"),
+    ),
+    _evaluation(
+        "fit-by-task", "Does the fit cost any task anything?", 30, "smollm2_fit",
+        _compared(
+            "fit", "What the fit brings", "gracekv-plus-no-fit", "gracekv-plus", by=" --tasks"
+        ),
+        _compared(
+            "fit-agnostic", "What the fit brings, the question not seen",
+            "gracekv-agnostic[fit=none]", "gracekv-agnostic", by=" --tasks",
+        ),
+        outputs=("fit", "fit-agnostic"),
     ),
     _evaluation(
         "long-outputs", "What does a limit lose in long answers?", 6, "smollm2_long_outputs"

@@ -35,12 +35,12 @@ _INTRO = (
     "# Results\n\n"
     f"What was measured, where, and by which command. `make results` measures all but the "
     f"last section anew, at one commit, in {MOST_MINUTES} minutes on two fast cores. "
-    "`make results-page` writes this page from the files in `benchmarks/results/`, and a test "
-    "fails if it is out of date. The meaning of the figures is under "
+    "`make results-page` writes this page from `benchmarks/results/`; a test fails if it is out "
+    "of date. The meaning of the figures is under "
     "[Keeping the answers](quality.md) and [Limits and failure cases](limits.md). SmolLM2 is "
     "SmolLM2-135M-Instruct, from 4-bit weights (GGUF Q4_1) converted to float32.\n\n"
-    "A section shows means, standings and short tables. **All tables** leads to everything that "
-    "was measured, task by task and with intervals in brackets: one CSV file per result, whose "
+    "A section shows means, standings and short tables. **All tables** leads to everything "
+    "measured, task by task and with intervals in brackets: one CSV file per result, whose "
     'first lines give machine, commit and settings (`pandas.read_csv(path, comment="#")`).\n'
 )
 _OUTSIDE = (
@@ -56,7 +56,8 @@ class Known:
 
     Attributes:
         page: another page that explains its tables, or None.
-        tables: whether the tables are shown here, too, not only on that page.
+        tables: whether the tables, and how they were measured, are shown here, too, not only on
+            that page and in the data file.
         figure: name of its figure in docs/figures, or None.
         alt: description of that figure.
     """
@@ -78,6 +79,7 @@ KNOWN = {
     "compaction": Known("why-not.md"),
     "ablations": Known("quality.md"),
     "fit": Known("quality.md"),
+    "fit-agnostic": Known("quality.md"),
     "long-outputs": Known("long-answers.md"),
     "memory": Known("limits.md"),
     "construction-cpu": Known(
@@ -102,6 +104,7 @@ KNOWN = {
     "gpu-compression": Known("limits.md", tables=False),
     "fuzz": Known("security.md"),
     "conversation": Known("conversations.md", tables=False),
+    "vllm_memory": Known("vllm.md", tables=False),
 }
 
 # The commands that measure each file, one per line; shards share a line.
@@ -258,7 +261,8 @@ def _section(result: Result, state: dict[str, Any] | None = None) -> str:
     shown = [f"{level} {result.title} {{ #{anchor(result.name)} }}"]
     links = [f"[All tables]({data})"]
     if result.name in OUTSIDE:
-        shown.append(f"By {OUTSIDE[result.name]}; commit {result.fact('commit')}.")
+        where = f"{result.fact('machine')}, commit {result.fact('commit')}"
+        shown.append(f"By {OUTSIDE[result.name]}; {where}.")
     elif result.name in COMMANDS:
         shown.append(_commands(result.name))
     if known.page is not None:
@@ -270,8 +274,8 @@ def _section(result: Result, state: dict[str, Any] | None = None) -> str:
     short = [note for note in result.notes if len(note.split()) <= _LONGEST_NOTE]
     for told in (f"{state['machine']}, ", f"; {state['versions']}") if state else ():
         short = [note.replace(told, "") for note in short]
-    shown.append(_folded("How it was measured", "\n".join(f"- {note}" for note in short)))
     if known.tables:
+        shown.append(_folded("How it was measured", "\n".join(f"- {note}" for note in short)))
         tables = (part.shown(data, level) for part in parts(_PLOT.sub("", result.body)))
         # The plots are already above, with paths that work on the site.
         shown += [text for text in tables if text]
