@@ -105,6 +105,7 @@ def _patch_cuda() -> None:
         "is_current_stream_capturing": False,
     }.items():  # fmt: skip
         setattr(cuda, name, lambda *_, value=value: value)
+    torch.backends.cuda.can_use_flash_attention = lambda x, debug=False: x.query.element_size() == 2
     cuda.synchronize = lambda *_: State.ledger.note("synchronize", syncs=1)
     cuda.current_stream = cuda.default_stream = cuda.Event = cuda.Stream = _Stream
     cuda.device_of = cuda.stream = cuda.device = lambda *_, **__: nullcontext()

@@ -137,7 +137,7 @@ def full_float32() -> Iterator[None]:
 def without_autocast() -> Iterator[None]:
     """Inside the block, autocast is off: operations compute in the dtype of their inputs."""
     with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
+        for device in ("cpu", "cuda", "xpu"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield

@@ -244,7 +244,7 @@ def stream_text(
         raise ConfigError("Give either stream=True, which returns an iterator, or a streamer.")
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     closed, ended, failures = threading.Event(), threading.Event(), list[BaseException]()
-    for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+    for device in filter(torch.is_autocast_enabled, ("cpu", "cuda", "xpu")):
         # A thread does not inherit it.
         generate = torch.autocast(device, torch.get_autocast_dtype(device))(generate)
 

@@ -233,7 +233,7 @@ class Reading:
 
 def _settings() -> list[Any]:
     """Settings of torch that a `with` block changes in the thread or the process."""
-    kernels, kinds = torch.backends.cuda, ("cpu", "cuda")
+    kernels, kinds = torch.backends.cuda, ("cpu", "cuda", "xpu")
     autocast = [(torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds]
     kinds_of_attention = kernels.flash_sdp_enabled(), kernels.math_sdp_enabled()
     return [*autocast, torch.is_inference_mode_enabled(), *kinds_of_attention]

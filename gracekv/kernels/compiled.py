@@ -94,8 +94,8 @@ def threads_obstacle() -> str | None:
     if torch.get_num_threads() == 1 or _parallel() is not None:
         return None
     return (
-        "This build of torch has no OpenMP threads that can be shared (builds for Linux have). "
-        "Call torch.set_num_threads(1), or use backend 'sdpa'."
+        "This build of torch has no OpenMP threads that can be shared (builds for Linux and macOS "
+        "have). Call torch.set_num_threads(1), or use backend 'sdpa'."
     )
 
 

@@ -108,7 +108,8 @@ def with_date(tokenizer: Any, day: str) -> Any:
         raise PromptError(f"day takes a date such as '2026-11-30'; got {day!r}.") from error
     if "strftime_now" not in str(template := getattr(tokenizer, "chat_template", "")):
         return tokenizer
-    codes = dict.fromkeys(re.findall(r"%-?[a-zA-Z]", str(template)))
+    # Not the beginning of a block, {%if.
+    codes = dict.fromkeys(re.findall(r"(?<!\{)%-?[a-zA-Z]", str(template)))
     filters = "".join(f"|replace('{x}', '{when:{x}}')" for x in codes)
     # Rendered without the newline after a block.
     macro = f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n"

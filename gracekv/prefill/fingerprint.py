@@ -167,7 +167,7 @@ def sample_places(name: str, shape: tuple[int, ...]) -> Tensor:
     """
     size = math.prod(shape)
     count = min(_READS, size)
-    edges = np.arange(count + 1) * size // max(1, count)
+    edges = np.arange(count + 1, dtype=np.int64) * size // max(1, count)
     noise = hashlib.shake_256(f"{name} {list(shape)}".encode()).digest(8 * count)
     return torch.from_numpy(edges[:-1] + np.frombuffer(noise, np.int64, count) % np.diff(edges))
 

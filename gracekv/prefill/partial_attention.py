@@ -31,7 +31,7 @@ _MASK, _LEAST, _MOST = 2**25, 128, 1024
 _ROWS, _ROW_MASK = 256, 2**22
 # The largest head dimension of torch's FlashAttention, and the fewest tokens for which cuDNN is
 # used: it plans each new length, which may cost more than it gains for fewer tokens (ours).
-_FLASH_DIM, _LEAST_SPLIT = 256, 4096
+_LEAST_SPLIT = 4096
 
 
 def chunk_length(length: int) -> int:
@@ -173,7 +173,7 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
         bias = causal_lower_right(1, 1)
     # Set later, since the constructor would make a tensor of 2 x C x S numbers.
     bias.seq_len_q, bias.seq_len_kv = query.shape[2], keys.shape[1]
-    if _takes_flash(query, values):
+    if _takes_flash(query, keys, values):
         output = scaled_dot_product_attention(
             query, keys[None], values[None], attn_mask=bias, scale=scale, enable_gqa=True
         )
@@ -231,21 +231,18 @@ def _grouped_attention(
     return output.reshape(1, *query.shape[1:3], -1).transpose(1, 2)
 
 
-def _takes_flash(query: Tensor, values: Tensor) -> bool:
-    """Whether torch's FlashAttention supports these heads."""
-    return (
-        query.dtype in (torch.float16, torch.bfloat16)
-        and query.shape[-1] == values.shape[-1] <= _FLASH_DIM
-        and capability(query.device) >= (8, 0)
-    )
+def _takes_flash(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether this build of torch has FlashAttention, and it is enabled and takes these heads."""
+    params = torch.backends.cuda.SDPAParams(query, keys[None], values[None], None, 0.0, False, True)
+    return torch.backends.cuda.can_use_flash_attention(params)
 
 
 @functools.cache
 def _warn_once() -> None:
     warnings.warn(
-        f"Chunks of the prompt attend more slowly, without FlashAttention. It needs float16 or "
-        f"bfloat16, equal head dimensions up to {_FLASH_DIM} for keys and values, and a GPU of "
-        f"compute capability 8.0 or newer.",
+        "Chunks of the prompt attend more slowly, without FlashAttention. It needs float16 or "
+        "bfloat16, equal head dimensions up to 256 for keys and values, compute capability 8.0 or "
+        "newer, and a build of torch that has it (those for Windows may not).",
         SlowAttentionWarning,
         stacklevel=2,
     )

@@ -47,11 +47,13 @@ class Projection:
             return self.columns
         unit = torch.eye(self.width, dtype=like.dtype, device=like.device)
         layer = getattr(self.module, "base_layer", self.module)
-        steps = (getattr(layer, name, None) for name in ("input_scale", "activation_scale"))
-        # Inputs of calibrated layers are rounded to this step and limited to a few hundred of them.
+        names = ("input_scale", "activation_scale", "input_activation_scale")
+        steps = (getattr(layer, name, None) for name in names)
+        # Inputs of calibrated layers are rounded to this step and limited to 127 or more of them.
+        # Many steps, as outputs may be rounded, too; a step of 0 is not calibrated.
         known = (x.detach().max() for x in steps if isinstance(x, Tensor) and not x.is_meta)
         step = next(known, None)
-        size = 1.0 if step is None else 16 * step.to(like)
+        size = 1.0 if step is None else torch.where(step > 0, 64 * step, 1.0).to(like)
         return torch.cat([self(rows * size) / size for rows in unit.split(_ROWS)]).T
 
     def __call__(self, rows: Tensor) -> Tensor:

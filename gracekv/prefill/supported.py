@@ -47,8 +47,7 @@ KINDS = frozenset(COMPRESSED) | {"sliding_attention"} | WITH_STATES | WITHOUT_CA
 def check_decoder(model: Any) -> None:
     """Raise `UnsupportedModelError` unless `model` is a causal language model of transformers."""
     known = getattr(model, "config", None) is not None and hasattr(model, "get_decoder")
-    # Llama 4, which is rejected later, is its own decoder.
-    if not known or (model.get_decoder() is model and model.get_output_embeddings() is None):
+    if not known or model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"gracekv takes a causal language model of transformers, as AutoModelForCausalLM loads "
             f"it; got {type(model).__name__}."
@@ -66,11 +65,14 @@ def check_model(model: Any) -> None:
     check_sharding(model)
     _check_layers(model)
     head_sizes(model)
-    if model.device.type == "mps":
-        raise UnsupportedModelError(
-            "The model is on Apple's GPU (mps), which lacks the float64 needed to compute scores. "
-            "Move it to the CPU: model.to('cpu')."
-        )
+    if model.device.type not in ("cpu", "cuda"):
+        try:
+            torch.zeros(1, dtype=torch.float64, device=model.device)
+        except (TypeError, RuntimeError) as error:
+            raise UnsupportedModelError(
+                f"The model is on {model.device}, which lacks the float64 needed to compute scores "
+                f"(Apple's GPUs do, and some of Intel's). Move it to the CPU: model.to('cpu')."
+            ) from error
     drops = (x for x in model.modules() if isinstance(x, torch.nn.Dropout) and x.p)
     if model.training or any(x.training for x in drops):
         raise UnsupportedModelError(

@@ -211,6 +211,8 @@ def _alone_in(folder: Path, *, wait: bool = True) -> Iterator[None]:
     with contextlib.ExitStack() as opened:
         while True:
             folder.mkdir(parents=True, exist_ok=True)
+            if os.name == "nt":  # folders can be neither opened nor locked
+                break
             # Another export may remove the folder meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 handle = os.open(folder, os.O_RDONLY)

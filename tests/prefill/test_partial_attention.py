@@ -29,8 +29,12 @@ def expected(query, keys, values, scale):
 
 
 @pytest.fixture(autouse=True)
-def said_anew():
+def takes_flash(monkeypatch):
+    """What torch answers, as a build with FlashAttention does on a GPU."""
     partial_attention._warn_once.cache_clear()
+    answer = Mock(return_value=True)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", answer)
+    return answer
 
 
 @given(seed=SEEDS, groups=ints(1, 3), shared=ints(1, 3), rows=ints(1, 9), before=ints(0, 9))
@@ -42,8 +46,8 @@ def test_the_last_tokens_attend_to_all_up_to_their_own(seed, groups, shared, row
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_flash_attention_does_not_take_goes_to_another_kernel(monkeypatch):
-    given = states(0, dtype=torch.float32)
+def test_what_flash_attention_does_not_take_goes_to_another_kernel(monkeypatch, takes_flash):
+    given, takes_flash.return_value = states(0, dtype=torch.float32), False
     with pytest.warns(SlowAttentionWarning, match="without FlashAttention"):
         assert causal_attention(*given, scale=0.3) is None  # no such kernel on a CPU
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda params: True)
@@ -54,7 +58,6 @@ def test_what_flash_attention_does_not_take_goes_to_another_kernel(monkeypatch):
 def test_its_mask_is_no_tensor_of_chunk_times_prompt(monkeypatch):
     kernel = Mock(side_effect=lambda query, *_, **__: query)
     monkeypatch.setattr(partial_attention, "scaled_dot_product_attention", kernel)
-    monkeypatch.setattr(partial_attention, "_takes_flash", lambda *_: True)
     causal_attention(*states(0, rows=50, length=90), scale=0.3)
     mask = kernel.call_args.kwargs["attn_mask"]
     assert (mask.seq_len_q, mask.seq_len_kv) == (50, 90)
