@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +41,7 @@ def build_forest(
     nodes, drop = _grow_all(context, distortion, refiner, pruner)
     if not pruner.is_exact():
         # The first layers gain more than the others, so the guess from them pruned too much.
-        pruner = Pruner(budget, pruner.lower_bound())
-        nodes, drop = _grow_all(context, distortion, refiner, pruner)
+        nodes, drop = _grow_all(context, distortion, refiner, Pruner(budget, pruner.lower_bound()))
     return _forest(context, nodes, drop, refiner.exact_roots)
 
 
@@ -98,6 +99,25 @@ def _forest(
     )
 
 
+class _Level(NamedTuple):
+    """A level of some trees: n places for nodes, of which V split.
+
+    Attributes:
+        places: int64 [3, n]: tree in the batch, and start and end relative to the slot. Places with
+            start == end have no node.
+        numbers: float64 [2, n]: distortion and relevance.
+        chosen: int64 [V], indices of the nodes that split, among the places of all levels.
+        children: int64 [V], how many each of them has.
+        gain: float64 [V], their Delta_split, Eq. (A5).
+    """
+
+    places: Tensor
+    numbers: Tensor
+    chosen: Tensor
+    children: Tensor
+    gain: Tensor
+
+
 def grow(
     batch: TreeBatch, evaluator: DistortionEvaluator, refiner: Refiner, pruner: Pruner
 ) -> tuple[dict[str, Tensor], Tensor]:
@@ -128,10 +148,11 @@ def grow(
     pruner.add(key, torch.ones_like(nodes.tree))
     places = torch.stack([nodes.tree, nodes.start, nodes.end])
     numbers = torch.stack([roots.distortion, relevance, weight, key, free_key])
-    levels: list[tuple[Tensor, ...]] = []
+    levels: list[_Level] = []
     begin = 0  # of the level among the places of all levels
     while True:
-        length = nodes.length * pruner.reaches(numbers[4])
+        *_, free_key = numbers
+        length = nodes.length * pruner.reaches(free_key)
         found = (length > 1).cumsum(0)
         # The only synchronisation: the count, together with the width of the next grid.
         count, longest = torch.stack([found[-1], length.max()]).tolist()
@@ -140,19 +161,17 @@ def grow(
         parents, forced = Nodes(tree, start, end, longest), forced[chosen]
         distortion, relevance, weight, key, free_key = numbers[:, chosen]
         if not len(chosen):
-            levels.append((places, numbers[:2], chosen, chosen, distortion))
+            levels.append(_Level(places, numbers[:2], chosen, chosen, distortion))
             break
         split = splitter(parents, distortion, forced) if levels else roots.split(chosen, forced)
         count = (split.start < split.end).sum(dim=1)
-        gain = distortion
-        for child in split.distortion.unbind(1):
-            gain = gain - child
-        gain, cost = gain * (weight * relevance), count - 1
+        gain = reduce(torch.sub, split.distortion.unbind(1), distortion) * (weight * relevance)
+        cost = count - 1
         if refiner.rule() is None:
             # The refiner may leave a node as a leaf.
             gain.masked_fill_(cost < 0, 0.0)
             cost.clamp_(min=1)
-        levels.append((places, numbers[:2], chosen + begin, count, gain))
+        levels.append(_Level(places, numbers[:2], chosen + begin, count, gain))
         begin += places.shape[1]
         size = split.start.shape
         if not size[1]:
@@ -162,41 +181,33 @@ def grow(
         free_key = torch.minimum(free_key, utility).masked_fill_(forced, torch.inf)
         pruner.add(key, cost)
 
-        places = torch.stack([parents.tree[:, None].expand(size), split.start, split.end])
-        nodes = Nodes(*(places := places.flatten(1)))
+        places = torch.stack([tree[:, None].expand(size), split.start, split.end]).flatten(1)
+        nodes = Nodes(*places)
         relevance, forced = batch.sums(nodes)
         own = (x[:, None].expand(size) for x in (weight, key, free_key))
         numbers = torch.stack([split.distortion, relevance.view(size), *own]).flatten(1)
     return _columns(batch, levels), roots.drop
 
 
-def _columns(batch: TreeBatch, levels: list[tuple[Tensor, ...]]) -> dict[str, Tensor]:
-    """The levels of some trees as columns of a forest; empties `levels`.
-
-    Each level is a tuple:
-        places: int64 [3, n]: tree in the batch, and start and end relative to the slot. Places with
-            start == end have no node.
-        numbers: float64 [2, n]: distortion and relevance.
-        chosen: int64 [V], indices of the nodes that split, among the places of all levels.
-        count: int64 [V], their numbers of children.
-        gain: float64 [V], their Delta_split, Eq. (A5).
-    """
-    sizes = [level[0].shape[1] for level in levels]
-    places, numbers, chosen, count, gain = (torch.cat(x, dim=-1) for x in zip(*levels, strict=True))
+def _columns(batch: TreeBatch, levels: list[_Level]) -> dict[str, Tensor]:
+    """The levels of some trees as columns of a forest; empties `levels`."""
+    level = rows(torch.tensor([len(own.places[0]) for own in levels])).to(batch.tree_id.device)
+    every = _Level(*(torch.cat(parts, dim=-1) for parts in zip(*levels, strict=True)))
     levels.clear()
-    count = torch.zeros_like(places[0]).index_copy_(0, chosen, count)
-    gain = torch.zeros_like(numbers[0]).index_copy_(0, chosen, gain)
-    number = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(count.device)
-    kept = torch.nonzero(places[1] < places[2]).flatten()
-    tree, start, end = places[:, kept]
+    count = torch.zeros_like(every.places[0]).index_copy_(0, every.chosen, every.children)
+    gain = torch.zeros_like(every.numbers[0]).index_copy_(0, every.chosen, every.gain)
+    _, start, end = every.places
+    kept = torch.nonzero(start < end).flatten()
+    tree, start, end = every.places[:, kept]
+    distortion, relevance = every.numbers[:, kept]
     first = batch.slot_start[tree]
     return {
-        "level": number[kept],
+        "level": level[kept],
         "tree": batch.tree_id[tree],
         "start": first + start,
         "end": first + end,
         "child_count": count[kept],
-        "distortion": numbers[0][kept],
-        "relevance": numbers[1][kept],
+        "distortion": distortion,
+        "relevance": relevance,
         "split_gain": gain[kept],
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,7 +96,7 @@ class TreeContext:
     forced: Tensor | None = None
     curvature: Tensor | None = None
 
-    def layer_groups(self, limit: int) -> list[list[int]]:
+    def layer_groups(self, limit: int) -> Iterator[list[int]]:
         """Groups of layers on one device whose gathered tokens take about `limit` bytes.
 
         Layers with and without RoPE are in separate groups. A group takes every k-th layer of its
@@ -110,11 +110,9 @@ class TreeContext:
         alike: dict[tuple[torch.device, bool], list[int]] = defaultdict(list)
         for layer, keys in enumerate(prefill.keys):
             alike[keys.device, layer in prefill.unrotated].append(layer)
-        groups = []
         for layers in alike.values():
             count = math.ceil(len(layers) / max(1, limit // layer_bytes))
-            groups += [layers[k::count] for k in range(count)]
-        return groups
+            yield from (layers[k::count] for k in range(count))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,8 +21,7 @@ class UnitEvaluator(DistortionEvaluator):
 
     def __call__(self, nodes: Nodes) -> IntervalCosts:
         mass = self._batch.scores.flatten()[self._batch.token_rows(nodes, nodes.width)].float()
-        costs = mass.new_zeros(2, *mass.shape)
-        return IntervalCosts(costs=costs, mass=mass, drop=torch.ones_like(mass[:, 0]))
+        return IntervalCosts(mass.new_zeros(2, *mass.shape), mass, torch.ones_like(mass[:, 0]))
 
 
 @DISTORTIONS.register("unit", works_sharded=True)

@@ -20,11 +20,10 @@ from gracekv.tree.tree_batch import TreeBatch, Workspace
 
 def probe_queries(prefill: Prefill, layer: int, probes: Tensor) -> Tensor:
     """[G, P, d] float32: probe i of KV head g uses query head g*n + i mod n."""
-    queries = prefill.queries_at(layer, probes).float()
-    n, heads = prefill.group, prefill.kv_heads
-    turn = torch.arange(len(probes), device=queries.device) % n
-    head = torch.arange(heads, device=queries.device)[:, None] * n + turn
-    return queries[head, torch.arange(len(probes), device=queries.device)]
+    queries, n = prefill.queries_at(layer, probes).float(), prefill.group
+    probe = torch.arange(len(probes), device=queries.device)
+    head = torch.arange(prefill.kv_heads, device=queries.device)[:, None] * n + probe % n
+    return queries[head, probe]
 
 
 class ProbeAttention:
