@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,9 +71,9 @@ class LimitedCache(GraceCache):
                 "The model's heads are spread over processes, and a cut compares all of them. "
                 "Generate without a limit, or load the model without tp_plan."
             )
-        packed: Any = source.grace_layers[0].packed.entries
-        self._units: int = len(source.grace_layers) * packed.heads
-        self._entry_bytes: int = 2 * packed.dim * packed.dtype.itemsize
+        packed = source.grace_layers[0].packed.entries
+        self._units = len(source.grace_layers) * packed.heads
+        self._entry_bytes = 2 * packed.dim * packed.dtype.itemsize
         self._known = known_reach(model, limit.positions)
         self.reset()
         self._check_size()
@@ -90,9 +90,8 @@ class LimitedCache(GraceCache):
         self._left: list[Tensor] = []
         self._place([LimitedLayer(x.packed, self._strategy.queries) for x in start.grace_layers])
         for number, layer in enumerate(self.grace_layers):
-            entries: Any = layer.packed.entries
             layer.carried = None if self._scores is None else self._scores[number]
-            layer.places = entries.positions if closes else None
+            layer.places = layer.packed.entries.exact.positions if closes else None
         self._count()
 
     def with_empty_tail(self) -> LimitedCache:
@@ -249,13 +248,13 @@ class LimitedCache(GraceCache):
         self.padding = tuple((~visible).sum(dim=1).tolist())
         self._seen = visible if any(self.padding) else None
         self._reach += first.tail_length
-        for layer, of_rows in zip(self.grace_layers, zip(*kept, strict=True), strict=True):
-            entries, carried, places = zip(*of_rows, strict=True)
-            backend, joined = layer.packed.backend, RaggedEntries.stack(entries)
+        for layer, own in zip(self.grace_layers, zip(*kept, strict=True), strict=True):
+            backend, joined = layer.packed.backend, RaggedEntries.stack([x.entries for x in own])
             layer.packed = PackedLayer(joined, backend.prepare(joined), backend, length)
             layer.reset()
-            layer.carried = torch.cat(carried)
-            layer.places = None if layer.places is None else torch.cat(places)
+            layer.carried = torch.cat([x.scores for x in own])
+            places = [x.places for x in own if x.places is not None]
+            layer.places = torch.cat(places) if places else None
         if within is not None:
             longest = (int(layer.packed.entries.lengths.max()) for layer in self.grace_layers)
             self._reach = max(within, *longest)
@@ -264,12 +263,9 @@ class LimitedCache(GraceCache):
             positions = [x.packed.entries.index()[1].cpu() for x in self.grace_layers]
             self._left.append(torch.cat(positions).bincount(minlength=length).int())
 
-    def _cut_row(self, row: int, visible: Tensor, within: int | None) -> list[tuple[Any, ...]]:
-        """By layer: a row's entries that stay, their scores, and the positions of rotated keys.
-
-        `visible` bool [length] is False for padding.
-        """
-        length, strategy, kept = int(visible.sum()), self._strategy, list[tuple[Any, ...]]()
+    def _cut_row(self, row: int, visible: Tensor, within: int | None) -> list[_KeptEntries]:
+        """A row's entries that stay, by layer; `visible` bool [length] is False for padding."""
+        length, strategy, kept = int(visible.sum()), self._strategy, list[_KeptEntries]()
         ropes, prompt = self._rotations(length), self._start.packed_length
 
         def held(number: int) -> HeldLayer:
@@ -278,13 +274,25 @@ class LimitedCache(GraceCache):
         target, window = self._target(length), self.limit.window
         masks, scores = kept_entries(len(self.grace_layers), held, strategy, target, window)
         for number, (stays, score) in enumerate(zip(masks, scores, strict=True)):
-            layer, places = held(number), None
-            result = packed_entries(layer, stays, strategy)
-            if layer.places is not None:
-                by_place = replace(result, positions=layer.places[stays].int())
-                if within is not None:
-                    by_place = closed(by_place, layer.now, ropes[number], within)
-                places = by_place.positions
-                result = replace(by_place, positions=result.positions)
-            kept.append((result, score[stays].float(), places))
+            layer = held(number)
+            entries = packed_entries(layer, stays, strategy)
+            places = None if layer.places is None else layer.places[stays].int()
+            if places is not None and within is not None:
+                moved = closed(replace(entries, positions=places), layer.now, ropes[number], within)
+                entries, places = replace(moved, positions=entries.positions), moved.positions
+            kept.append(_KeptEntries(entries, score[stays].float(), places))
         return kept
+
+
+class _KeptEntries(NamedTuple):
+    """What a cut leaves of one row in one layer.
+
+    Attributes:
+        entries: E entries.
+        scores: float32 [E].
+        places: int32 [E], the positions that keys are rotated to; None if gaps are never closed.
+    """
+
+    entries: RaggedEntries
+    scores: Tensor
+    places: Tensor | None

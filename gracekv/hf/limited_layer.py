@@ -61,11 +61,10 @@ class LimitedLayer(GraceLayer):
 
     def row_queries(self, row: int) -> tuple[Tensor, Tensor]:
         """The recorded queries [H, Q, d] of a row, and their places in the tail [Q]."""
-        entries: Any = self.packed.entries
-        keys = entries.keys
-        places = torch.arange(min(self._oldest, self._used), self._used, device=keys.device)
+        exact = self.packed.entries.exact
+        places = torch.arange(min(self._oldest, self._used), self._used, device=exact.device)
         if not self._asked.numel():
-            return keys.new_zeros(entries.heads, 0, keys.shape[1]), places[:0]
+            return exact.keys.new_zeros(exact.heads, 0, exact.dim), places[:0]
         return self._asked[row][:, places % self._queries], places
 
     def held(self, number: int, row: int, visible: Tensor, prompt: int, rope: Rope) -> HeldLayer:
@@ -78,7 +77,7 @@ class LimitedLayer(GraceLayer):
             prompt: tokens of the longest packed prompt.
             rope: rotations of the layer.
         """
-        packed: Any = self.packed.entries
+        packed = self.packed.entries.exact
         heads, used, length = packed.heads, self._used, self.packed.length
         of_row, each = self.rows_of(self.batch), self.batch // packed.sequences
         at = heads * (row // each if of_row is None else int(of_row[row]))
