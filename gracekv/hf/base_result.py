@@ -41,6 +41,7 @@ class BaseResult(ABC):
         keep_run: whether `details` are kept.
         runs: the pipeline run of each prompt; without `keep_run`, a record of its scores and
             selection in place of the stages' results.
+        shared_cache: the cache that every new one continues; never generated on itself.
     """
 
     model: Any
@@ -48,8 +49,7 @@ class BaseResult(ABC):
     pipeline: Pipeline
     keep_run: bool
     runs: tuple[Run, ...]
-    # Never generated on, so its tail stays empty.
-    _cache: GraceCache
+    shared_cache: GraceCache
 
     is_batch: ClassVar[bool]
 
@@ -103,19 +103,18 @@ class BaseResult(ABC):
         """
         self.check_model()
         if limit is None:
-            return self._cache.with_empty_tail()
+            return self.shared_cache.with_empty_tail()
         expect(limit, Limit, "limit takes a gracekv.Limit, such as Limit(entries_per_head=512)")
         runs = [(run.entry_scores(), run.cache) for run in self.runs]
         # A prompt of which everything was kept has no scores, and stays.
         rows = [scores or cache.unknown_scores() for scores, cache in runs]
         any_scores = any(scores for scores, _ in runs)
         scores = tuple(map(torch.cat, zip(*rows, strict=True))) if any_scores else None
-        strategy = limit.decoder(self.pipeline.decode)
-        source = self._cache
+        source = self.shared_cache
         if any(layer.coded for layer in self.packed.layers):
             source = GraceCache(dequantised(self.packed), self.pipeline.backend)
             source.layers.clear()
-        return LimitedCache(source, self.model, limit, strategy, scores)
+        return LimitedCache(source, self.model, limit, limit.decoder(self.pipeline.decode), scores)
 
     def check_model(self, marks: Any = quick_marks) -> None:
         """Raise `CacheError` if the model's dtype or active adapters have changed.
@@ -128,7 +127,7 @@ class BaseResult(ABC):
     @property
     def packed(self) -> CompressedCache:
         """The compressed entries, one sequence per prompt; immutable."""
-        return self._cache.packed
+        return self.shared_cache.packed
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -136,7 +135,7 @@ class BaseResult(ABC):
 
         "input_ids" and "attention_mask", int64 [S, T of the longest], on the model's device.
         """
-        return padded_inputs(self.model, self._rows, self._cache, self.tokenizer)
+        return padded_inputs(self.model, self._rows, self.shared_cache, self.tokenizer)
 
     @property
     def tokenizer(self) -> Any:
@@ -155,8 +154,8 @@ class BaseResult(ABC):
     @property
     def accounting(self) -> Accounting:
         """Entries and bytes of all prompts together; `entries` are [S*L, G], prompt by prompt."""
-        total = Accounting.total(self.accountings, backend_bytes=self._cache.held_bytes)
-        return replace(total, held_bytes=held_memory(self._cache, self.runs, self._rows))
+        total = Accounting.total(self.accountings, backend_bytes=self.shared_cache.held_bytes)
+        return replace(total, held_bytes=held_memory(self.shared_cache, self.runs, self._rows))
 
     @property
     def accountings(self) -> tuple[Accounting, ...]:

@@ -118,8 +118,8 @@ class Conversation(AbstractContextManager["Conversation"]):
         """
         self._check_alone(kwargs)
         asked = self._history.with_question(question, self._prompt.messages)
-        run: Callable[..., str | Iterator[str]] = self._stream if stream else self._answer
-        return run(asked, self._history.tools, max_new_tokens, kwargs)
+        turn = asked, self._history.tools, max_new_tokens, kwargs
+        return self._stream(*turn) if stream else self._answer(*turn)
 
     def send(
         self,
@@ -216,7 +216,7 @@ class Conversation(AbstractContextManager["Conversation"]):
 
     def _let_go(self) -> None:
         # This frees turns compressed meanwhile and copies for a limit, which nothing else holds.
-        self._result, self._cache = self._first, self._first._cache
+        self._result, self._cache = self._first, self._first.shared_cache
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Raises `CacheError`: a copy would write to the same cache."""
@@ -243,8 +243,7 @@ class Conversation(AbstractContextManager["Conversation"]):
                 finally:
                     answered.set()
 
-            shard = head_shard(self._model)
-            pieces = stream_text(self._prompt.tokenizer, generate, options, shard)
+            pieces = stream_text(self._prompt.tokenizer, generate, options, head_shard(self._model))
             answered.clear()
             yield from pieces
             self._add(messages[-1], turn, answers[0])

@@ -36,6 +36,7 @@ class CompressionResult(BaseResult):
         pipeline: the pipeline that compressed it, and the backend that reads the cache.
         keep_run: whether `details` are kept.
         runs: the pipeline run of the prompt, alone.
+        shared_cache: the cache that every new one continues; never generated on itself.
     """
 
     is_batch: ClassVar[bool] = False
@@ -222,6 +223,7 @@ class BatchResult(BaseResult):
         pipeline: the pipeline that compressed them, and the backend that reads the cache.
         keep_run: whether `details` are kept.
         runs: the pipeline run of each prompt.
+        shared_cache: the cache that every new one continues; never generated on itself.
     """
 
     is_batch: ClassVar[bool] = True
