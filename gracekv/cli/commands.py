@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Option
@@ -37,8 +37,8 @@ def _import(names: list[str] | None) -> list[str] | None:
 
 _HELP = "Import a module that registers strategies or recipes; may be repeated."
 _IMPORT = Option("--import", metavar="MODULE", callback=_import, is_eager=True, help=_HELP)
+# The callback imports the modules, so commands need not use the value.
 Imports = Annotated[list[str] | None, _IMPORT]
-"""The callback imports the modules, so commands need not use the value."""
 Dtype = Annotated[str, Option(help="float32 (4 bytes per parameter), bfloat16 or float16.")]
 
 
@@ -147,20 +147,21 @@ def compress(
     from rich.console import Console
     from rich.progress import Progress
 
-    from gracekv.allocate import Budget
+    from gracekv.allocate import Budget, BudgetOptions
     from gracekv.hf import smollm2
     from gracekv.pipeline.config import load_pipeline
     from gracekv.registry.plugins import foreign_modules
 
     named = None if pipeline is None else load_pipeline(pipeline)
-    sizes: dict[str, Any] = {"ratio": ratio, "compression_ratio": compression_ratio}
+    sizes: BudgetOptions = {"ratio": ratio, "compression_ratio": compression_ratio}
     sizes |= {"entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
     if all(x is None for x in sizes.values()):
         sizes["ratio"] = "8" if question else "2"
     amount = Budget.of(sizes, sizes)
     loaded, tokenizer = smollm2.load_model(model, dtype)
-    texts: Any = {"context": text, "question": question, "instruction": instruction}
-    prompt = gracekv.Prompt.from_chat(tokenizer, **texts)
+    prompt = gracekv.Prompt.from_chat(
+        tokenizer, context=text, question=question, instruction=instruction
+    )
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("Reading the context", visible=False)
 
@@ -205,12 +206,12 @@ def list_(
 
     from gracekv import recipes as named
 
-    shown: dict[str, Any] = {x: rows.items() for x, rows in gracekv.strategies().items()}
+    shown = {x: [[*row] for row in rows.items()] for x, rows in gracekv.strategies().items()}
     if stage is not None:
         one_of("stage", stage, shown)
     found = [(name, named.find(name)) for name in named.names()]
     # Sources have their own column.
-    shown["recipes"] = [(name, x.summary, x.source) for name, x in found]
+    shown["recipes"] = [[name, x.summary, x.source] for name, x in found]
     for title in [x for x in (stage, "recipes" if recipes else None) if x] or shown:
         table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
         table.add_column(style="bold", no_wrap=True)

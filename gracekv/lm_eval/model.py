@@ -17,7 +17,7 @@ from gracekv.allocate import Budget, BudgetOptions
 from gracekv.errors import PromptError, TaskError
 from gracekv.evaluate.answers import teacher_force
 from gracekv.hf.base_result import BaseResult
-from gracekv.hf.compress import compress, per_byte
+from gracekv.hf.compress import chosen_pipeline, compress, per_byte
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import load_pipeline
 from gracekv.prefill.chat_text import turn_change
@@ -81,15 +81,15 @@ class GraceLM(HFLM):  # type: ignore[misc]
         prefix_tokens: int = 4,
         **options: Any,
     ) -> None:
-        budget = Budget.of({x: options.pop(x, None) for x in BudgetOptions.__annotations__})
+        self._budget = Budget.of({x: options.pop(x, None) for x in BudgetOptions.__annotations__})
         self._parts = Parts(question_tokens, question_seen, prefix_tokens)
         named = None if pipeline is None else load_pipeline(pipeline)
         super().__init__(pretrained, backend="causal", **options)
         check_model(self.model)
         with self._precision():
-            by_byte = per_byte(self.model, budget)
+            by_byte = per_byte(self.model, self._budget)
         pipe = named or Pipeline.default(question=question_seen, per_byte=by_byte)
-        self._how: Any = {"budget": budget, "pipeline": pipe, "backend": backend}
+        self._pipeline = chosen_pipeline(self.model, self._budget, pipe, backend, ())
 
     def _prompt(self, ids: Tensor) -> Prompt:
         """The prompt of ids [T]; raises `PromptError` if there is nothing to compress."""
@@ -116,7 +116,8 @@ class GraceLM(HFLM):  # type: ignore[misc]
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
     def _compress(self, rows: Sequence[Tensor]) -> BaseResult:
-        return compress(self.model, [self._prompt(row) for row in rows], **self._how)
+        prompts = [self._prompt(row) for row in rows]
+        return compress(self.model, prompts, budget=self._budget, pipeline=self._pipeline)
 
     def _model_generate(
         self,

@@ -163,7 +163,7 @@ def test_mixed_precision_is_that_of_hf(own, made):
         **ARGUMENTS,
         mixed_precision_dtype="bfloat16",
     )
-    assert gracekv.recipes.label(large._how["pipeline"]) == "gracekv-agnostic-allocated"
+    assert gracekv.recipes.label(large._pipeline) == "gracekv-agnostic-allocated"
 
 
 def test_choices_are_scored_over_one_cache_a_context(harness, folder, own, made):
