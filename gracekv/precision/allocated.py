@@ -82,9 +82,8 @@ class AllocatedPrecision(AllocatingPrecision):
         if len(parts) > 1:
             keys, values, queries = parts
             parts = [rounding_loss(keys, values, queries, self.codings[::-1])]
-        loss = parts[0].cpu()
+        loss = self.rounding * parts[0].cpu()
         check_finite([loss], info.dtype)
-        loss = self.rounding * loss
         head = candidates.head_of_entry()
         # Cuts over several processes are found on the CPU.
         device = worth.device if info.shard.ranks == 1 else torch.device("cpu")

@@ -107,18 +107,15 @@ def allocated_widths(
     entry, source, target = rest >> 16, rest >> 8 & 255, rest & 255
     # `steps` numbers a head's levels, of which the lowest is dropped.
     of_operation, steps = head[entry], len(costs.bits) + 1
-    heads = int(head[-1]) + 1 if len(head) else 0
+    heads = len(entries.loss)
     counts = torch.bincount(head * steps + level, minlength=heads * steps).view(heads, steps)
-    price, block = torch.tensor((0, *costs.entry)), torch.tensor((0, *costs.block))
     # Costs follow from head, level before and level after.
     kind = (of_operation * steps + source) * steps + target
     waiting, at = level[entry] == source, 0
 
     def first(left: int) -> tuple[float, int, int] | None:
         nonlocal at
-        blocks, fewer, more = (ragged.blocks(counts + x, costs.per_block) for x in (0, -1, 1))
-        paid, freed = price + block * (more - blocks), price + block * (blocks - fewer)
-        cost = (paid[:, None] - freed[:, :, None]).flatten()
+        cost = _change(counts, costs).flatten()
         fits = (waiting & (cost <= left)[kind]).nonzero()
         if not len(fits):
             return None
@@ -134,6 +131,17 @@ def allocated_widths(
 
     buy_in_turn(first, buy, spare, shard)
     return level
+
+
+def _change(counts: Tensor, costs: WidthCosts) -> Tensor:
+    """int64 [H, W + 1, W + 1]: bytes that a head gains if one entry goes from level i to level j.
+
+    `counts` int64 [H, W + 1] says how many of a head's entries are at each level.
+    """
+    price, block = torch.tensor((0, *costs.entry)), torch.tensor((0, *costs.block))
+    blocks, fewer, more = (ragged.blocks(counts + x, costs.per_block) for x in (0, -1, 1))
+    paid, freed = price + block * (more - blocks), price + block * (blocks - fewer)
+    return paid[:, None] - freed[:, :, None]
 
 
 def widths_by_head(entries: Entries, costs: WidthCosts, budget: int) -> Tensor:
@@ -229,6 +237,5 @@ def rates(loss: Tensor, costs: WidthCosts) -> Tensor:
     # [H, start, end]: the slopes of the chords between all pairs of widths.
     chords = (lost[:, :, None] - lost[:, None]) / (bytes_ - bytes_[:, None]).clamp(min=1)
     # Of all chords across a step: the steepest from each start, and the flattest of these.
-    steps = range(1, len(bytes_))
-    slopes = [chords[:, :step, step:].amax(dim=2).amin(dim=1) for step in steps]
+    slopes = [chords[:, :step, step:].amax(dim=2).amin(dim=1) for step in range(1, len(bytes_))]
     return torch.stack(slopes, dim=1).clamp_(min=0)
