@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import cuda as kernels
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import _disable_current_modes
@@ -29,8 +30,8 @@ from gracekv.undo import replaced_forward
 _MASK, _LEAST, _MOST = 2**25, 128, 1024
 # Maximum rows that attend at once on a CPU, and elements of their mask, small compared with keys.
 _ROWS, _ROW_MASK = 256, 2**22
-# The largest head dimension of torch's FlashAttention, and the fewest tokens for which cuDNN is
-# used: it plans each new length, which may cost more than it gains for fewer tokens (ours).
+# The fewest tokens for which cuDNN is used: it plans each new length, which may cost more than it
+# gains for fewer tokens (ours).
 _LEAST_SPLIT = 4096
 
 
@@ -173,15 +174,15 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
         bias = causal_lower_right(1, 1)
     # Set later, since the constructor would make a tensor of 2 x C x S numbers.
     bias.seq_len_q, bias.seq_len_kv = query.shape[2], keys.shape[1]
-    if _takes_flash(query, keys, values):
-        output = scaled_dot_product_attention(
-            query, keys[None], values[None], attn_mask=bias, scale=scale, enable_gqa=True
-        )
+    states = query, keys[None], values[None]
+    # Not every build of torch has FlashAttention.
+    if kernels.can_use_flash_attention(kernels.SDPAParams(*states, None, 0.0, False, True)):
+        output = scaled_dot_product_attention(*states, attn_mask=bias, scale=scale, enable_gqa=True)
         return output.transpose(1, 2)
     _warn_once()
-    states = _by_group(query, keys, values)
-    params = torch.backends.cuda.SDPAParams(*states, None, 0.0, False, False)
-    if not torch.backends.cuda.can_use_efficient_attention(params):
+    grouped = _by_group(query, keys, values)
+    params = kernels.SDPAParams(*grouped, None, 0.0, False, False)
+    if not kernels.can_use_efficient_attention(params):
         return None
     return _grouped_attention(query, keys, values, bias, scale)
 
@@ -196,8 +197,8 @@ def _split_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     past = keys.shape[1] - query.shape[2]
     if not past or query.shape[2] < _LEAST_SPLIT or capability(query.device)[0] != 9:
         return None
-    params = torch.backends.cuda.SDPAParams(query, keys[None], values[None], None, 0.0, False, True)
-    if not torch.backends.cuda.can_use_cudnn_attention(params):
+    params = kernels.SDPAParams(query, keys[None], values[None], None, 0.0, False, True)
+    if not kernels.can_use_cudnn_attention(params):
         return None
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
 
@@ -229,12 +230,6 @@ def _grouped_attention(
     states = _by_group(query, keys, values)
     output = scaled_dot_product_attention(*states, attn_mask=mask, scale=scale)
     return output.reshape(1, *query.shape[1:3], -1).transpose(1, 2)
-
-
-def _takes_flash(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether this build of torch has FlashAttention, and it is enabled and takes these heads."""
-    params = torch.backends.cuda.SDPAParams(query, keys[None], values[None], None, 0.0, False, True)
-    return torch.backends.cuda.can_use_flash_attention(params)
 
 
 @functools.cache

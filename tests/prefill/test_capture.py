@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForTokenClassification
 
 from gracekv.errors import MissingCaptureError, NonFiniteError, PromptError, UnsupportedModelError
 from gracekv.hf.capture import capture
@@ -53,7 +53,7 @@ def another_forward():
     return model
 
 
-class Normed(modeling_llama.LlamaAttention):
+class Normed(LlamaAttention):
     """Under the name of a tested family, keys that are not mere rotations."""
 
     def forward(self, hidden_states, position_embeddings, **kwargs):
@@ -75,10 +75,7 @@ UNSUPPORTED = [
     (another_rope, "RoPE variant 'spiral'"),
     (flex, r"set_attn_implementation\('sdpa'\)"),
     (lambda: torch.nn.Linear(2, 2), "causal language model .*; got Linear"),
-    (
-        lambda: modeling_llama.LlamaForSequenceClassification(tiny_llama().config),
-        "got LlamaForSequenceClass",
-    ),
+    (lambda: LlamaForTokenClassification(tiny_llama().config), "got LlamaForTokenClassification"),
 ]
 
 

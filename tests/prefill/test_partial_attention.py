@@ -1,6 +1,6 @@
 """Attention of a chunk in one call without a mask, against a masked one."""
 
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -29,12 +29,11 @@ def expected(query, keys, values, scale):
 
 
 @pytest.fixture(autouse=True)
-def takes_flash(monkeypatch):
+def takes_flash():
     """What torch answers, as a build with FlashAttention does on a GPU."""
     partial_attention._warn_once.cache_clear()
-    answer = Mock(return_value=True)
-    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", answer)
-    return answer
+    with patch.object(torch.backends.cuda, "can_use_flash_attention", return_value=True) as answer:
+        yield answer
 
 
 @given(seed=SEEDS, groups=ints(1, 3), shared=ints(1, 3), rows=ints(1, 9), before=ints(0, 9))

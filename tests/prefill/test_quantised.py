@@ -95,11 +95,10 @@ class Scaled(torch.nn.Linear):
 class Calibrated(Eight):
     """Like layers with 8-bit activations: inputs have at most 127 steps of a known size."""
 
-    input_scale = torch.tensor([1 / 256])
+    step = torch.tensor([1 / 256])
 
     def forward(self, x):
-        steps = (x / self.input_scale).round().clamp(-127, 127)
-        return super().forward(steps * self.input_scale)
+        return super().forward((x / self.step).round().clamp(-127, 127) * self.step)
 
 
 class Adapted(torch.nn.Module):
@@ -169,17 +168,18 @@ def test_norms_are_those_of_the_weight_in_effect(kind, bias):
 def test_unit_vectors_do_not_leave_what_a_layer_is_calibrated_for():
     linear, like = torch.nn.Linear(24, 10), torch.zeros(0)
     plain = Eight(linear).plain()
-    torch.testing.assert_close(seen(Calibrated(linear)).weight(like), plain)
-    base = Calibrated(linear)
+    known, base = Calibrated(linear), Calibrated(linear)
+    known.input_activation_scale = base.input_scale = Calibrated.step
+    torch.testing.assert_close(seen(known).weight(like), plain)
     base.out_features = 10
     adapted = Adapted(base)
     adapted.base_layer = base
     want = plain + adapted.up @ adapted.low
     torch.testing.assert_close(seen(adapted).weight(like), want, atol=1e-4, rtol=1e-3)
-    offloaded = Calibrated(linear)
-    offloaded.input_scale = offloaded.input_scale.to("meta")
-    offloaded.forward = Eight(linear).forward
-    torch.testing.assert_close(seen(offloaded).weight(like), plain)
+    odd = Eight(linear)
+    # Offloaded, and not calibrated.
+    odd.input_scale, odd.input_activation_scale = torch.ones(1, device="meta"), torch.zeros(1)
+    torch.testing.assert_close(seen(odd).weight(like), plain)
 
 
 def test_quantised_embeddings_say_what_the_cache_holds():
