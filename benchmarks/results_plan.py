@@ -78,7 +78,7 @@ _MEMORY = "python benchmarks/memory.py --models smollm2 --log {rows}/memory.json
 
 PARTS = (
     _evaluation(
-        "smollm2-default", "How close is the default, the question seen? And eight rivals?", 15,
+        "smollm2-default", "How close is the default, the question seen? And ten rivals?", 15,
         "smollm2_default",
     ),
     _evaluation(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from suites import Suite
@@ -23,18 +24,37 @@ def title(table: Table) -> str:
     return f"{table.title.group} ({', '.join(t.partition(':')[2] for t in table.tasks)}{length})"
 
 
-def standing(table: Table, column: str, shown: Measure, suite: Suite) -> tuple[int, bool, str]:
-    """Our place among the placed methods, whether it is tied for first, and the first's name."""
+class Standing(NamedTuple):
+    """Our place in a setting.
+
+    Attributes:
+        place: 1 for the first.
+        even: whether it is first or tied with the first.
+        first: the first's name.
+        clear: whether it is first, and further from every rival than the paired 95 % interval; None
+            if there are no intervals, since a task has one prompt.
+    """
+
+    place: int
+    even: bool
+    first: str
+    clear: bool | None = False
+
+
+def standing(table: Table, column: str, shown: Measure, suite: Suite) -> Standing:
+    """Our place among the placed methods."""
     means = {m: table.cells[m, column].mean for m in suite.placed if (m, column) in table.cells}
     order = sorted(means, key=lambda m: means[m], reverse=shown.higher)
     first, place = order[0], 1 + order.index(suite.ours)
     if place == 1:
-        return 1, True, first
+        lows = [table.against[m, column].low for m in order[1:]]
+        clear = None if any(map(math.isnan, lows)) else all(low > 0 for low in lows)
+        return Standing(1, True, first, clear)
     delta = table.against[first, column]
-    return place, delta.low <= 0 <= delta.high, first
+    return Standing(place, delta.low <= 0 <= delta.high, first)
 
 
-Places = dict[tuple[str, str], tuple[int, bool, str]]
+Places = dict[tuple[str, str], Standing]
 
 
 def places(found: Sequence[Table], shown: Measure, suite: Suite) -> Places:
@@ -66,7 +86,7 @@ def behind(settings: Places, suite: Suite) -> str:
     rows = [
         f"| {group} | {column} | {_place(own)} |"
         for (group, column), own in settings.items()
-        if own[0] > 1
+        if own.place > 1
     ]
     head = ["", "| group | ratio | place |", "|---|---|---|"] if rows else []
     return "\n".join([counted(settings, suite), *head, *rows])
@@ -75,18 +95,21 @@ def behind(settings: Places, suite: Suite) -> str:
 def counted(settings: Places, suite: Suite) -> str:
     """The number of settings in which ours is first, tied, and worse than second."""
     own = settings.values()
-    firsts, tied = sum(x[0] == 1 for x in own), sum(x[0] > 1 and x[1] for x in own)
+    firsts = [x.clear for x in own if x.place == 1]
+    single = firsts.count(None)
     return (
-        f"Of {len(own)} settings `{suite.ours}` is first in {firsts}, tied with the first in "
-        f"{tied} more, and worse than second in {sum(x[0] > 2 for x in own)}."
+        f"Of {len(own)} settings `{suite.ours}` is first in {len(firsts)}, tied with the first in "
+        f"{sum(x.place > 1 and x.even for x in own)} more, and worse than second in "
+        f"{sum(x.place > 2 for x in own)}. Of the firsts, {firsts.count(True)} are beyond every "
+        f"rival's 95 % interval"
+        + (f", and {single} have no intervals, with one prompt a task." if single else ".")
     )
 
 
-def _place(own: tuple[int, bool, str] | None) -> str:
+def _place(own: Standing | None) -> str:
     if own is None:
         return ""
-    place, even, first = own
-    return "**1**" if place == 1 else f"{place}{' =' if even else ''} ({first})"
+    return "**1**" if own.place == 1 else f"{own.place}{' =' if own.even else ''} ({own.first})"
 
 
 def placed(found: Sequence[Table], suite: Suite) -> list[Table]:

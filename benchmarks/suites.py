@@ -24,6 +24,7 @@ class Suite:
         bases: further methods that the others are compared with.
         notes: further notes on the page.
         kinds: whether means over needles and over texts are separate.
+        quantised: rivals with bits, which compete with our recipes `-allocated` alone.
     """
 
     title: str
@@ -36,6 +37,7 @@ class Suite:
     bases: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     kinds: bool = False
+    quantised: tuple[str, ...] = ()
 
 
 _SEEN, _HIDDEN = "query_aware", "query_agnostic"
@@ -43,7 +45,11 @@ _PLUS = (
     "`gracekv-plus` was tuned on other tasks, and chains of names (vt), with another seed; see the "
     "config's head"
 )
-_AGNOSTIC = "`gracekv-agnostic` was tuned on `benchmarks/smollm2_agnostic_tuning.yaml`"
+_AGNOSTIC = (
+    "`gracekv-agnostic` was tuned on `benchmarks/smollm2_agnostic_tuning.yaml` and chains (vt); "
+    "niah_single_3, niah_multikey_1, fwe, vt, qa_1, kv and squad are here, too, with other seeds "
+    "or texts"
+)
 _FURTHER = (
     "gracekv-agnostic-allocated", "gracekv-agnostic-two-pass",
     "gracekv-agnostic-two-pass-allocated",
@@ -70,11 +76,11 @@ _LIMIT = (
 
 SUITES = {
     "smollm2-default": Suite(
-        "SmolLM2: the default, the paper's method and eight rivals", _SEEN, "smollm2_default.yaml",
+        "SmolLM2: the default, the paper's method and ten rivals", _SEEN, "smollm2_default.yaml",
         "gracekv-plus",
         (
             "gracekv-plus", "gracekv", "streaming-llm", "h2o", "snapkv", "ada-snapkv", "pyramidkv",
-            "chunkkv", "cam", "d2o",
+            "chunkkv", "cam", "d2o", "layer-defensivekv", "kvzip-two-pass",
         ),
         notes=(_PLUS,),
     ),
@@ -82,6 +88,7 @@ SUITES = {
         "SmolLM2, the question not seen", _HIDDEN, "smollm2_agnostic.yaml", "gracekv-agnostic",
         ("gracekv-agnostic", "kvzip-two-pass", "expected-attention", "snapkv"),
         _FURTHER, "64x", notes=(_AGNOSTIC, _EQUAL), kinds=True,
+        quantised=("kvzip-two-pass[precision=allocated]",),
     ),
     "answers": Suite("Answers kept", _SEEN, "smollm2_answers.yaml", "gracekv-plus"),
     "answers-agnostic": Suite(
@@ -94,7 +101,10 @@ SUITES = {
     "compaction": Suite(
         "2x to 50x beside Attention Matching, the question not seen", _HIDDEN,
         "smollm2_compaction.yaml", "gracekv-agnostic",
-        ("gracekv-agnostic", "kvzip-two-pass", "attention-matching", "expected-attention"),
+        (
+            "gracekv-agnostic", "kvzip-two-pass", "attention-matching",
+            "attention-matching[quota=global]", "expected-attention",
+        ),
         _FURTHER[:2], "50x", notes=(_AGNOSTIC, _EQUAL), kinds=True,
     ),
     "ablations": Suite(
@@ -115,7 +125,8 @@ TEXTS = (
 
 def with_ours(suite: Suite, recipe: str) -> Suite:
     """The same with `recipe` in place of `ours`."""
-    placed = (recipe, *(x for x in suite.placed if x != suite.ours))
+    quantised = suite.quantised if recipe.endswith("-allocated") else ()
+    placed = (recipe, *(x for x in suite.placed if x != suite.ours), *quantised)
     return replace(suite, ours=recipe, placed=placed)
 
 
