@@ -219,9 +219,9 @@ def page(found: dict[str, list[dict[str, Any]]], count: int) -> str:
         f'{ENTRIES}, every={EVERY}, positions="closed")`; full: as long as the model\'s 8,192 '
         f"positions last; window: the newest {ENTRIES} tokens; again: the whole history compressed "
         f"to {ENTRIES} entries a head",
-        "- entries: per KV head on average; CPU s: of a turn, the median of the last ten, or of one "
-        "reading; read: tokens that the model has read in all, questions included; sent again: tokens that a stateless engine reads up to then, where the history is sent "
-        "with each turn",
+        "- entries: per KV head on average; CPU s: of a turn, the median of the last ten, or of a "
+        "reading; read: tokens that the model has read in all, questions included; sent again: "
+        "tokens that a stateless engine reads up to then, where the history is sent with each turn",
         "",
         "| turn | way | facts | entries | CPU s | read | sent again |",
         "|--:|---|--:|--:|--:|--:|--:|",
