@@ -104,7 +104,9 @@ def task_differences(rows: list[tuple[float, float, str]]) -> dict[str, list[flo
 
 def with_interval(differences: list[float]) -> str:
     spread = interval([np.array(differences)])
-    return f"{fmean(differences):+.2f} [{spread.low:+.2f}, {spread.high:+.2f}]"
+    # A single prompt has no interval.
+    ends = f" [{spread.low:+.2f}, {spread.high:+.2f}]" if spread.samples > 1 else ""
+    return f"{spread.mean:+.2f}{ends}"
 
 
 def main() -> None:

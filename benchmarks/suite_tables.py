@@ -93,15 +93,15 @@ def behind(settings: Places, suite: Suite) -> str:
 
 
 def counted(settings: Places, suite: Suite) -> str:
-    """The number of settings in which ours is first, tied, and worse than second."""
+    """The numbers of settings: ours is first, clearly first, tied, and worse than second."""
     own = settings.values()
     firsts = [x.clear for x in own if x.place == 1]
     single = firsts.count(None)
     return (
         f"Of {len(own)} settings `{suite.ours}` is first in {len(firsts)}, tied with the first in "
         f"{sum(x.place > 1 and x.even for x in own)} more, and worse than second in "
-        f"{sum(x.place > 2 for x in own)}. Of the firsts, {firsts.count(True)} are beyond every "
-        f"rival's 95 % interval"
+        f"{sum(x.place > 2 for x in own)}. In {firsts.count(True)} of the firsts, the 95 % "
+        f"interval of the paired difference to every rival excludes 0"
         + (f", and {single} have no intervals, with one prompt a task." if single else ".")
     )
 

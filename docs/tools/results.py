@@ -79,7 +79,7 @@ KNOWN = {
     "compaction": Known("why-not.md"),
     "ablations": Known("quality.md"),
     "fit": Known("quality.md"),
-    "fit-agnostic": Known("quality.md"),
+    "fit-agnostic": Known("quality.md", tables=False),
     "long-outputs": Known("long-answers.md"),
     "memory": Known("limits.md"),
     "construction-cpu": Known(
@@ -95,7 +95,7 @@ KNOWN = {
     ),
     "decode-bits": Known("stages/backends.md", tables=False),
     "limit-cost": Known("long-answers.md", tables=False),
-    "extend": Known("ask.md"),
+    "extend": Known("ask.md", tables=False),
     "ten_questions": Known("why-not.md"),
     "vllm": Known("vllm.md"),
     "vllm-plugin": Known("vllm.md"),

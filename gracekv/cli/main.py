@@ -14,9 +14,9 @@ def main() -> None:
     # An answer may hold characters that the output's encoding lacks.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Questions from a file or pipe are UTF-8, as all files are.
+    # Questions from a file or pipe are UTF-8, as other files are.
     if isinstance(sys.stdin, io.TextIOWrapper) and not sys.stdin.isatty():
-        sys.stdin.reconfigure(encoding="utf-8")
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
     try:
         for package in ("typer", "rich"):
             required(package, "cli")

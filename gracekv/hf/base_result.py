@@ -110,11 +110,11 @@ class BaseResult(ABC):
         rows = [scores or cache.unknown_scores() for scores, cache in runs]
         any_scores = any(scores for scores, _ in runs)
         scores = tuple(map(torch.cat, zip(*rows, strict=True))) if any_scores else None
-        source = self.shared_cache
+        source, strategy = self.shared_cache, limit.decoder(self.pipeline.decode)
         if any(layer.coded for layer in self.packed.layers):
             source = GraceCache(dequantised(self.packed), self.pipeline.backend)
             source.layers.clear()
-        return LimitedCache(source, self.model, limit, limit.decoder(self.pipeline.decode), scores)
+        return LimitedCache(source, self.model, limit, strategy, scores)
 
     def check_model(self, marks: Any = quick_marks) -> None:
         """Raise `CacheError` if the model's dtype or active adapters have changed.

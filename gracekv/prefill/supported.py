@@ -47,7 +47,7 @@ KINDS = frozenset(COMPRESSED) | {"sliding_attention"} | WITH_STATES | WITHOUT_CA
 def check_decoder(model: Any) -> None:
     """Raise `UnsupportedModelError` unless `model` is a causal language model of transformers."""
     known = getattr(model, "config", None) is not None and hasattr(model, "get_decoder")
-    if not known or model.get_output_embeddings() is None:
+    if not known or getattr(model, "get_output_embeddings", lambda: None)() is None:
         raise UnsupportedModelError(
             f"gracekv takes a causal language model of transformers, as AutoModelForCausalLM loads "
             f"it; got {type(model).__name__}."

@@ -206,6 +206,8 @@ def delete_context(folder: Path) -> bool:
 def _alone_in(folder: Path, *, wait: bool = True) -> Iterator[None]:
     """Make the folder and lock it against other exports; remove it at the end if it is empty.
 
+    There is no lock on Windows.
+
     Raises `StoreError` if another export holds it and this one does not `wait`.
     """
     with contextlib.ExitStack() as opened:
