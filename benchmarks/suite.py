@@ -127,7 +127,9 @@ def plot(found: Sequence[Table], shown: Measure) -> bytes:
             at = [column for column in ratios if (method, column) in table.cells]
             x, cells = [float(c[:-1]) for c in at], [table.cells[method, c] for c in at]
             number = methods.index(method)
-            style, color = f"-{MARKERS[number % len(MARKERS)]}", f"C{number % 10}"
+            # There are ten colours.
+            line = "-" if number < 10 else "--"
+            style, color = f"{line}{MARKERS[number % len(MARKERS)]}", f"C{number % 10}"
             means = [cell.mean for cell in cells]
             (lines[method],) = place.plot(x, means, style, color=color, lw=1.3, ms=4)
             low, high = [cell.low for cell in cells], [cell.high for cell in cells]

@@ -22,7 +22,7 @@ def draw(theme: Theme) -> Figure:
     panels = (
         ("the question is known", [
             (_row(known, "gracekv-plus"), "gracekv-plus", theme.blue),
-            (best, f"the best of {len(rivals)} rivals", theme.orange),
+            (best, f"best of {len(rivals)} rivals", theme.orange),
             (_row(known, "gracekv"), "the paper's method", theme.green),
         ]),
         ("the question is not known", [
@@ -31,7 +31,7 @@ def draw(theme: Theme) -> Figure:
             (_row(unknown, "expected-attention"), "Expected Attention", theme.green),
         ]),
     )  # fmt: skip
-    below = ("gracekv-plus", "gracekv-agnostic", panels[0][1][1][1])
+    below = ("gracekv-plus", "gracekv-agnostic")
     for place, (title, lines) in enumerate(panels):
         axes = figure.add_axes((0.07 + 0.5 * place, 0.15, 0.42, 0.74))
         plain_axes(axes, theme)
